@@ -20,16 +20,17 @@ BENCH ?= engine handoff serve
 marked = $(if $(ARGS),,$(sort $(shell grep -rlE 'mark\.($(1))\b' tests --include='test_*.py')))
 
 # A full run: name, marker expression, files, timeout of a test in seconds. Tests that fail, or that no run has reached, fail it.
+# With CONTINUE=1 the log keeps what it has: `make test-vllm-shapes CONTINUE=1 ARGS='-k mla'` completes it.
 define full
 	@mkdir -p build && rm -f build/$(1).xml
 	-$(BIN)/pytest -m $(2) $(3) -rs --timeout $(4) --junitxml build/$(1).xml $(ARGS)
 	$(BIN)/pytest -m $(2) $(3) --collect-only > build/$(1).txt
-	$(BIN)/python tools/suite_log.py --expected build/$(1).txt $(1) build/$(1).xml \
+	$(BIN)/python tools/suite_log.py $(if $(CONTINUE),--continue) --expected build/$(1).txt $(1) build/$(1).xml \
 		benchmarks/$(1)/$(shell uname -m)-$(shell nproc)core.json
 endef
 
 .PHONY: help up test test-sim test-e2e test-compat test-matrix test-vllm test-sglang test-sim-full test-e2e-full \
-	test-matrix-full test-vllm-full test-vllm-shapes test-sglang-full test-attacks-full test-mori peers check format bench \
+	test-matrix-full test-vllm-full test-vllm-shapes test-sglang-full test-attacks-full test-mutants test-mori peers check format bench \
 	bench-wire diagrams clean
 .DEFAULT_GOAL := help
 
@@ -50,6 +51,8 @@ help:
 	@echo
 	@echo "make test-sim-full, test-e2e-full, test-matrix-full, test-vllm-full, test-sglang-full, test-attacks-full"
 	@echo "                  all cases of a suite instead of a sample; the log is kept in benchmarks/"
+	@echo "make test-mutants single changes of agent/ and core/, which the simulator or a unit test has to notice: hours; the report"
+	@echo "                  is kept in benchmarks/mutants"
 	@echo "make test-vllm-shapes"
 	@echo "                  real vLLM servers of unequal shapes with every kind of cache: hours; the log is kept in benchmarks/"
 	@echo
@@ -92,6 +95,11 @@ endif
 
 test-sim: $(VENV)/.installed-dev
 	$(BIN)/pytest --sample -m sim $(call marked,sim) $(ARGS)
+	$(BIN)/python tools/mutants.py --sample 24
+
+# Hours on two cores; continues where it was ended. `ARGS="--for-s 400 agent/target.py"` runs a part.
+test-mutants: $(VENV)/.installed-dev
+	$(BIN)/python tools/mutants.py --deep $(ARGS)
 
 test-e2e: $(VENV)/.installed-dev
 	$(BIN)/pytest --sample -m e2e $(call marked,e2e) --durations 12 --timeout 900 $(ARGS)

@@ -125,7 +125,7 @@ def main(arguments: list[str]) -> int:
     before = msgspec.json.decode(given.log.read_bytes(), type=dict[str, Any]) if given.log.exists() else None
     expected = [line for line in lines if "::" in line]
     content = log_of(given.suite, junits, expected, given.note, before if given.continues else None)
-    content["history"] = [] if before is None else before["history"] if given.continues else _history(before)
+    content["history"] = [] if before is None else before.get("history", []) if given.continues else _history(before)
     given.log.parent.mkdir(parents=True, exist_ok=True)
     given.log.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
     counts = ", ".join(f"{count} {name}" for name, count in content["counts"].items() if count)

@@ -277,20 +277,20 @@ class FalseSource:
     def announce(self, blocks: tuple[tuple[int, ...], ...] | None = None, span: Span | None = None) -> None:
         """Announce where the cache lies."""
         lists, spans = _SOME_BLOCKS if blocks is None else blocks, (span or _WHOLE,)
-        self.intruder.say(Announced(self.grant.key, self.grant.grant, 1, lists, spans), self.target.incarnation)
+        self.intruder.send_message(Announced(self.grant.key, self.grant.grant, 1, lists, spans), self.target.incarnation)
 
     def finish_prefill(self, aux: Aux | None = None) -> None:
         """Announce the end of prefill, and send the aux record if there is one."""
         key, number = self.grant.key, self.grant.grant
-        self.intruder.say(Prefilled(key, number, 1, 1, PROMPT_TOKENS, 0.0), self.target.incarnation)
+        self.intruder.send_message(Prefilled(key, number, 1, 1, PROMPT_TOKENS, 0.0), self.target.incarnation)
         if aux is not None:
-            self.intruder.say(AuxSent(key, number, aux), self.target.incarnation)
+            self.intruder.send_message(AuxSent(key, number, aux), self.target.incarnation)
 
     def confirm(self) -> None:
         """Wait until the target has everything, and confirm it."""
-        self.intruder.hear_message(ConfirmAsk)
-        self.intruder.say(Confirmed(self.grant.key, self.grant.grant, 1, 1), self.target.incarnation)
-        self.intruder.hear_message(Release)
+        self.intruder.receive_message(ConfirmAsk)
+        self.intruder.send_message(Confirmed(self.grant.key, self.grant.grant, 1, 1), self.target.incarnation)
+        self.intruder.receive_message(Release)
 
 
 @contextmanager
@@ -300,9 +300,9 @@ def false_source(target: Node, like: Node, prompt: tuple[int, ...], key: bytes |
     with Intruder(key) as intruder:
         intruder.listen()
         request = target.decode(name, prompt, intruder.address)
-        intruder.hear_message(Hello)
-        intruder.say(Hello(intruder.card_like(like.card), wants_answer=False), target.incarnation)
-        grant = intruder.hear_message(Grant).message
+        intruder.receive_message(Hello)
+        intruder.send_message(Hello(intruder.card_like(like.card), wants_answer=False), target.incarnation)
+        grant = intruder.receive_message(Grant).message
         assert isinstance(grant, Grant)
         try:
             yield FalseSource(intruder, target, grant, request)
@@ -323,6 +323,6 @@ def false_target(source: Node, like: Node, key: bytes | None = None) -> Iterator
     """A false target that `source` takes for real; its memory is that of `like`."""
     with Intruder(key) as intruder:
         intruder.dial(source.address)
-        intruder.say(Hello(intruder.card_like(like.card), wants_answer=True))
-        intruder.hear_message(Hello)
+        intruder.send_message(Hello(intruder.card_like(like.card), wants_answer=True))
+        intruder.receive_message(Hello)
         yield FalseTarget(intruder, source)

@@ -134,8 +134,8 @@ class TestBlockLists:
         before = untouched(target)
         with false_target(source, target) as peer:
             grant = Grant(key_of(name), 1, digest_of(prompt), Mode.PUSH, Executor.SOURCE_WRITES, 0, blocks, 0, 1)
-            peer.intruder.say(grant, source.incarnation)
-            over = peer.intruder.hear_message(Over).message
+            peer.intruder.send_message(grant, source.incarnation)
+            over = peer.intruder.receive_message(Over).message
             assert isinstance(over, Over)
             assert "block" in over.reason or "does not write" in over.reason
         assert is_same(target, before)
@@ -182,7 +182,7 @@ class TestAuxRecords:
         peer.intruder.send(aux_frame(peer, **changes))
         peer.target.wait_dropped("not a message", count + 1)
         assert not peer.request.is_over, "without its aux record nothing is complete"
-        peer.intruder.say(AuxSent(peer.grant.key, peer.grant.grant, AUX), peer.target.incarnation)
+        peer.intruder.send_message(AuxSent(peer.grant.key, peer.grant.grant, AUX), peer.target.incarnation)
         peer.confirm()
         assert peer.request.wait().tokens[0] == AUX.token_id
 
@@ -199,7 +199,7 @@ class TestAuxRecords:
         late = peer.target.driver.stats().late_total["aux"]
         peer.announce()
         peer.finish_prefill(AUX)
-        peer.intruder.say(stray[which], peer.target.incarnation)
+        peer.intruder.send_message(stray[which], peer.target.incarnation)
         peer.target.wait_late("aux", late + 1)
         peer.confirm()
         assert peer.request.wait().tokens[0] == AUX.token_id
@@ -208,11 +208,11 @@ class TestAuxRecords:
         late = peer.target.driver.stats().late_total["aux"]
         peer.announce()
         peer.finish_prefill(AUX)
-        peer.intruder.say(AuxSent(peer.grant.key, peer.grant.grant, AUX), peer.target.incarnation)
+        peer.intruder.send_message(AuxSent(peer.grant.key, peer.grant.grant, AUX), peer.target.incarnation)
         peer.confirm()
         tokens = peer.request.wait().tokens
         assert len(tokens) == 4
-        peer.intruder.say(AuxSent(peer.grant.key, peer.grant.grant, Aux(90, 0.0)), peer.target.incarnation)
+        peer.intruder.send_message(AuxSent(peer.grant.key, peer.grant.grant, Aux(90, 0.0)), peer.target.incarnation)
         peer.target.wait_late("aux", late + 1)
         assert tokens[0] == AUX.token_id
 
@@ -235,7 +235,7 @@ class TestAuxRecords:
         peer.announce()
         peer.finish_prefill()
         huge = Aux(65, -1.0, tuple((number, -1.0) for number in range(500_000)))
-        peer.intruder.say(AuxSent(peer.grant.key, peer.grant.grant, huge), peer.target.incarnation)
+        peer.intruder.send_message(AuxSent(peer.grant.key, peer.grant.grant, huge), peer.target.incarnation)
         peer.target.wait_dropped("not a message", count + 1)
         assert not peer.request.is_over
 
@@ -247,14 +247,14 @@ class TestAuxRecords:
             peer.announce()
             target.cancel(peer.grant.key.transfer_id)
             peer.request.wait()
-            peer.intruder.say(Stopped(peer.grant.key, peer.grant.grant), target.incarnation)
+            peer.intruder.send_message(Stopped(peer.grant.key, peer.grant.grant), target.incarnation)
             target.wait_idle()
             again = target.decode(peer.grant.key.transfer_id, prompt, peer.intruder.address)
-            fresh = peer.intruder.hear_message(Grant).message
+            fresh = peer.intruder.receive_message(Grant).message
             assert isinstance(fresh, Grant)
             assert fresh.grant > peer.grant.grant
             late = target.driver.stats().late_total["aux"]
-            peer.intruder.say(AuxSent(peer.grant.key, peer.grant.grant, Aux(90, 0.0)), target.incarnation)
+            peer.intruder.send_message(AuxSent(peer.grant.key, peer.grant.grant, Aux(90, 0.0)), target.incarnation)
             target.wait_late("aux", late + 1)
             repeat = FalseSource(peer.intruder, target, fresh, again)
             repeat.announce()

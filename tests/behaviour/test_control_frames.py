@@ -156,20 +156,22 @@ class TestValidMessagesInTheWrongState:
         source.prefill(name, prompt).wait()
         with false_target(source, target, KEY) as peer:
             digest = digest_of(prompt)
-            peer.intruder.say(Grant(key_of(name), 1, digest, Mode.PULL, Executor.TARGET_READS, 0, (), 0, 1), source.incarnation)
-            announced = peer.intruder.hear_message(Announced).message
+            peer.intruder.send_message(
+                Grant(key_of(name), 1, digest, Mode.PULL, Executor.TARGET_READS, 0, (), 0, 1), source.incarnation
+            )
+            announced = peer.intruder.receive_message(Announced).message
             assert isinstance(announced, Announced)
-            peer.intruder.say(Release(key_of(name), 1), source.incarnation)
+            peer.intruder.send_message(Release(key_of(name), 1), source.incarnation)
             source.wait_late("release")
             assert source.engine.stats().blocks_held == 3, "a release counts only after the confirmation"
-            peer.intruder.say(ConfirmAsk(key_of(name), 1, announced.generation), source.incarnation)
-            peer.intruder.hear_message(Confirmed)
-            peer.intruder.say(Release(key_of(name), 1), source.incarnation)
+            peer.intruder.send_message(ConfirmAsk(key_of(name), 1, announced.generation), source.incarnation)
+            peer.intruder.receive_message(Confirmed)
+            peer.intruder.send_message(Release(key_of(name), 1), source.incarnation)
             source.wait_idle()
             for message in every_message(key_of(name), 1) + every_message(key_of(name), 2) + every_message(key_of("x"), 0):
-                peer.intruder.say(message, source.incarnation)
-            peer.intruder.say(Hello(peer.intruder.card_like(target.card), wants_answer=True))
-            peer.intruder.hear_message(Hello)
+                peer.intruder.send_message(message, source.incarnation)
+            peer.intruder.send_message(Hello(peer.intruder.card_like(target.card), wants_answer=True))
+            peer.intruder.receive_message(Hello)
         late = source.driver.stats().late_total
         assert {"grant", "announced", "prefilled", "aux", "retracted", "confirmed", "stopped", "over", "refused"} <= set(late)
         assert_works(pair)
@@ -183,7 +185,7 @@ class TestValidMessagesInTheWrongState:
             tokens = peer.request.wait().tokens
             before = target.driver.stats().late_total
             for message in every_message(peer.grant.key, peer.grant.grant):
-                peer.intruder.say(message, target.incarnation)
+                peer.intruder.send_message(message, target.incarnation)
             wait_until(lambda: target.driver.stats().late_total.total() >= before.total() + 9, "nine of them are late")
         assert tokens[0] == AUX.token_id
         assert_works(pair)
@@ -193,7 +195,7 @@ class TestValidMessagesInTheWrongState:
         source, target = pair
         with false_source(target, source, prompt_of(next(_seeds)), KEY) as peer:
             for early in (Confirmed(peer.grant.key, peer.grant.grant, 1, 1), Stopped(peer.grant.key, peer.grant.grant)):
-                peer.intruder.say(early, target.incarnation)
+                peer.intruder.send_message(early, target.incarnation)
             target.wait_late("confirmed")
             target.wait_late("stopped")
             assert not peer.request.is_over

@@ -98,8 +98,8 @@ class TestSourceKilledInMidCopy:
             before, peer.intruder.incarnation = peer.intruder.incarnation, Incarnation("its-successor")
             assert not peer.request.is_over
             peer.intruder.hang_up()
-            peer.intruder.hear()
-            peer.intruder.say(Hello(peer.intruder.card_like(source.card), wants_answer=False), target.incarnation)
+            peer.intruder.receive()
+            peer.intruder.send_message(Hello(peer.intruder.card_like(source.card), wants_answer=False), target.incarnation)
             assert f"incarnation {before} was replaced by its-successor" in peer.request.wait().error
             target.wait_idle()
             assert hand_off(source, target, prompt_of(3)).tokens == source.alone(prompt_of(3)).wait().tokens

@@ -80,11 +80,11 @@ class TestBothRolesAndShutdown:
             address = {"remote_host": "127.0.0.1", "remote_port": source.address.handshake}
             with ThreadPoolExecutor(1) as pool:
                 status = pool.submit(ask, target, "Hello", params | address)
-                source.hear_message(Hello)
-                source.say(Hello(source.card_like(like.card), wants_answer=False))
-                grant = source.hear_message(Grant).message
+                source.receive_message(Hello)
+                source.send_message(Hello(source.card_like(like.card), wants_answer=False))
+                grant = source.receive_message(Grant).message
                 target.signal(signal.SIGTERM)
-                stop = source.hear_message(Stop).message
+                stop = source.receive_message(Stop).message
                 assert isinstance(grant, Grant)
                 assert isinstance(stop, Stop)
                 assert (stop.key, stop.grant, stop.outcome) == (grant.key, grant.grant, Outcome.CANCELLED)

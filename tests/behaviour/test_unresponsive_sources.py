@@ -75,7 +75,7 @@ class TestSourcesThatDoNotAnswer:
             request.wait()
             greetings = 0
             while intruder._socket.poll(100):
-                intruder.hear_message(Hello)
+                intruder.receive_message(Hello)
                 greetings += 1
         assert 4 <= greetings <= 10, "every 0.1 s would be 30, never again would be 1"
 
@@ -86,17 +86,17 @@ class TestSourcesThatDoNotAnswer:
             intruder.listen()
             request = target.decode(next(names), prompt_of(2), intruder.address)
             for _ in range(3):
-                intruder.hear_message(Hello)
+                intruder.receive_message(Hello)
             assert hand_off(source, target, prompt_of(3)).is_good
-            intruder.say(Hello(intruder.card_like(source.card), wants_answer=False), target.incarnation)
-            intruder.hear_message(Grant)
-            grant = intruder.hear_message(Grant).message
+            intruder.send_message(Hello(intruder.card_like(source.card), wants_answer=False), target.incarnation)
+            intruder.receive_message(Grant)
+            grant = intruder.receive_message(Grant).message
             assert isinstance(grant, Grant)
             key, number = grant.key, grant.grant
-            intruder.say(Announced(key, number, 1, ((1, 2, 3),), (Span(0, 0, 40, 0, 3),)), target.incarnation)
-            intruder.say(Prefilled(key, number, 1, 1, 40, 0.0), target.incarnation)
-            intruder.say(AuxSent(key, number, Aux(65, -1.0)), target.incarnation)
-            intruder.hear_message(ConfirmAsk)
-            intruder.hear_message(ConfirmAsk)
-            intruder.say(Confirmed(key, number, 1, 1), target.incarnation)
+            intruder.send_message(Announced(key, number, 1, ((1, 2, 3),), (Span(0, 0, 40, 0, 3),)), target.incarnation)
+            intruder.send_message(Prefilled(key, number, 1, 1, 40, 0.0), target.incarnation)
+            intruder.send_message(AuxSent(key, number, Aux(65, -1.0)), target.incarnation)
+            intruder.receive_message(ConfirmAsk)
+            intruder.receive_message(ConfirmAsk)
+            intruder.send_message(Confirmed(key, number, 1, 1), target.incarnation)
             assert request.wait().tokens[0] == 65

@@ -77,7 +77,13 @@ class Link:
             if self.is_cut or self._random.random() < self.loss or len(self._waiting) >= _MOST_WAITING:
                 self.lost_total += 1
                 continue
-            heapq.heappush(self._waiting, (time.monotonic() + self.delay_s, next(self._numbers), self._other[fd], packet))
+            to = self._towards(fd, packet)
+            if to is not None:
+                heapq.heappush(self._waiting, (time.monotonic() + self.delay_s, next(self._numbers), to, packet))
+
+    def _towards(self, fd: int, packet: bytes) -> int | None:  # noqa: ARG002 - a switch needs it
+        """The descriptor at which a packet leaves; None for one that goes nowhere."""
+        return self._other[fd]
 
     def _deliver(self, now: float) -> None:
         while self._waiting and self._waiting[0][0] <= now:

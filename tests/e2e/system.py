@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -204,18 +205,28 @@ class Stand:
         *extra: str,
         cluster_key: str | None = None,
         handoff: HandoffSettings = DEFAULT_HANDOFF,
+        program: Path | None = None,
     ) -> int:
-        """Start an instance, with the key of the others unless another is given, and wait until it is healthy; its port."""
+        """Start an instance, with the key of the others unless another is given, and wait until it is healthy; its port.
+
+        `program` is run instead of kvbaton, with the same arguments.
+        """
         key = cluster_key or self.cluster_key
         side = EmbeddedServers(EngineOptions(model, "local", 2, handoff, arguments=extra, cluster_key=key))
         part = side.part(name, role, self.ports, [f"127.0.0.1:{self.discovery_port}"])
+        if program is not None:
+            part = replace(part, command=[sys.executable, str(program), *part.command[len(kvbaton_command()) :]])
         self._fleet(name).start(part)
         self.fleets[name].wait_healthy(_START_S)
         return int(part.base_url.rpartition(":")[2])
 
     def kill(self, name: str) -> None:
         """End an instance as the kernel would: at once, without a message to its peers."""
-        os.kill(self.fleets[name].pid(name), signal.SIGKILL)
+        self.signal(name, signal.SIGKILL)
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        """Send an instance a signal."""
+        os.kill(self.fleets[name].pid(name), number)
 
     def instances(self, kind: str) -> list[dict[str, Any]]:
         """What the router knows: `live` or `refused`."""

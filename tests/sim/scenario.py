@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -33,6 +34,7 @@ __all__ = [
     "Story",
     "at_every_event",
     "broken",
+    "confirmed_early",
     "disturbed",
     "echo",
     "every_flow",
@@ -140,8 +142,8 @@ class Story:
 
     @property
     def ends(self) -> list[tuple[Outcome | None, Outcome | None]]:
-        """How the source and the target of each attempt ended, in order."""
-        pairs = self.run.prompts.items()
+        """How the source and the target of each attempt ended, in order; without those that only look whether all is healed."""
+        pairs = [each for each in self.run.prompts.items() if not self.run.probed_from or each[0] < self.run.probed_from]
         return [(_end(source, number), _end(target, number)) for number, (source, target) in pairs]
 
     @property
@@ -163,8 +165,9 @@ class Story:
         return math.inf if address in self.out else self.back_at.get(address, 0.0) - self.fault_at
 
     def times(self, *texts: str) -> list[float]:
-        """When something happened whose line in the timeline holds all `texts`."""
-        return [when for when, line in self.result.timeline if all(text in line for text in texts)]
+        """When something happened whose line in the timeline holds all `texts`, before it is looked whether all is healed."""
+        lines = takewhile(lambda entry: not entry[1].startswith("PROBE"), self.result.timeline)
+        return [when for when, line in lines if all(text in line for text in texts)]
 
     def said(self, *texts: str) -> bool:
         """Whether a line of the timeline holds all `texts`."""
@@ -227,6 +230,12 @@ def sides(source: type[SourceSide] = SourceSide, target: type[TargetSide] = Targ
 def disturbed(run: Run) -> None:
     """Let failures be no surprise, although the script has no fault."""
     run.is_disturbed = True
+
+
+def confirmed_early(run: Run) -> None:
+    """Let a confirmation before the last byte pass, to see what comes of it."""
+    run.is_disturbed = True
+    run.world.not_promised.add("confirmed after the last byte")
 
 
 def echo(*delays: float, of: type | tuple[type, ...] = object) -> Prepare:

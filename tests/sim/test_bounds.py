@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
-from scenario import BOTH_DELIVERED, FLOWS, Flow, at_every_event, every_flow, make, play, request, sides
+from scenario import BOTH_DELIVERED, FLOWS, Flow, at_every_event, disturbed, every_flow, make, play, request, sides
 from twosome import Twosome, entries
 
 import kvbaton
@@ -70,9 +70,14 @@ class TestBadLimits:
     @pytest.mark.parametrize("flow", [flow for flow in FLOWS if flow.mode is Mode.PUSH], ids=str)
     @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=repr)
     def test_unchecked_times_leave_a_target_waiting_for_ever(self, flow: Flow, bad: float) -> None:
+        def prepare(run: Run) -> None:
+            disturbed(run)
+            run.is_probed = False
+
         unchecked = self.Unchecked(transfer_timeout=bad, defer_timeout=bad, stop_timeout=0.5, retry=0.1)
         scripts = at_every_event(make(flow), Fault(FaultKind.CRASH, who="p0", for_s=20.0), step=3)
-        assert max(play(script, limits=unchecked).back("d0") for script in scripts) > 5 * LIMITS.transfer_timeout
+        stories = (play(script, prepare=prepare, limits=unchecked) for script in scripts)
+        assert max(story.back("d0") for story in stories) > 5 * LIMITS.transfer_timeout
 
 
 class TestFixedSizes:

@@ -14,6 +14,7 @@ from scenario import (
     Flow,
     at_every_event,
     broken,
+    confirmed_early,
     disturbed,
     echo,
     every_flow,
@@ -142,6 +143,7 @@ class TestEitherSideFirst:
 
         def prepare(run: Run) -> None:
             disturbed(run)
+            run.is_probed = False
             live = run.all_instances[0].coordinator.source.live
             run.world.on_event.append(lambda: parked.update({bool(live): run.world.now}))
             run.world.at(3.0, None, lambda: None)
@@ -267,11 +269,11 @@ class TestDoubledReports:
                 return self.reports >= len(record.spans) * self._ranks_count
 
         bugs = dataclasses.replace(sides(CountingSource, CountingTarget), rank=self.Stammering)
-        assert "foreign byte" in broken(self._uneven(flow), bugs)
+        assert "foreign byte" in broken(self._uneven(flow), bugs, prepare=confirmed_early)
 
     @every_read
     def test_a_success_of_the_wrong_rank_would_be_seen(self, flow: Flow) -> None:
-        assert "foreign byte" in broken(self._uneven(flow), PLANTS["wrong-rank"].bugs)
+        assert "foreign byte" in broken(self._uneven(flow), PLANTS["wrong-rank"].bugs, prepare=confirmed_early)
 
 
 class TestAbortFromTheTarget:

@@ -363,6 +363,22 @@ def test_one_rank_fails(flow: Flow) -> None:
 
 
 @every_flow
+@pytest.mark.parametrize("who", ["p0", "d0"])
+def test_one_rank_stands_still(flow: Flow, who: str) -> None:
+    """It is waited for by the deadline of the state; its memory comes back when it goes on, and not before."""
+    script = make(flow, rank_lag_s=0.005)
+    short = Fault(FaultKind.PAUSE_RANK, who=who, number=1, for_s=0.5)
+    long = Fault(FaultKind.PAUSE_RANK, who=who, number=1, for_s=LONG_S)
+    for story in map(play, at_every_event(script, short, step=4)):
+        assert not story.rules
+        assert story.ends == [BOTH_DELIVERED]
+        assert max(story.back("p0"), story.back("d0")) < 0.5 + NORMAL_S
+    for story in map(play, at_every_event(script, long, step=4)):
+        assert not story.rules
+        assert max(story.back("p0"), story.back("d0")) < LONG_S + HOLD_S + NORMAL_S
+
+
+@every_flow
 def test_transport_queue_full(flow: Flow) -> None:
     """What is refused is posted again; only when nothing is taken for transfer_timeout, both sides fail."""
     writer = "p0" if flow.source_writes else "d0"

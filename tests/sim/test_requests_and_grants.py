@@ -15,6 +15,7 @@ from scenario import (
     Story,
     at_every_event,
     broken,
+    confirmed_early,
     disturbed,
     echo,
     every_flow,
@@ -216,9 +217,11 @@ class TestAllLayersOfAllRanks:
 
         long = request(flow, tokens=6, chunk=6)
         scripts = [make(flow, long, seed=seed, ranks=3, move_s=0.1) for seed in range(5)]
-        assert "foreign byte" in broken(scripts, sides(AnySource, AnyTarget))
+        assert "confirmed after the last byte" in broken(scripts, sides(AnySource, AnyTarget))
+        assert "foreign byte" in broken(scripts, sides(AnySource, AnyTarget), prepare=confirmed_early)
 
     @every_read
     def test_without_the_failure_of_one_rank_poison_is_decoded(self, flow: Flow) -> None:
-        scripts = at_every_event(make(flow, ranks=2, layers=3), Fault(FaultKind.COPY_FAILS, who="d0", number=1))
-        assert first_broken(scripts, PLANTS["rank-failure-lost"].bugs) == {"foreign byte"}
+        scripts = list(at_every_event(make(flow, ranks=2, layers=3), Fault(FaultKind.COPY_FAILS, who="d0", number=1)))
+        assert first_broken(scripts, PLANTS["rank-failure-lost"].bugs) == {"confirmed after the last byte"}
+        assert first_broken(scripts, PLANTS["rank-failure-lost"].bugs, prepare=confirmed_early) == {"foreign byte"}

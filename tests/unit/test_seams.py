@@ -13,7 +13,7 @@ from kvbaton.errors import ConfigError
 from kvbaton.transport.table import TRANSPORTS
 
 _SOURCE = Path(__file__).parents[2] / "src" / "kvbaton"
-_ENGINES = {*OWN_ENGINES, "sglang"}
+_ENGINES = set(OWN_ENGINES)
 _TRANSPORTS = {*TRANSPORTS} - {"auto"}  # the router has a transfer mode of that name
 
 

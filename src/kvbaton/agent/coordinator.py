@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, OrderedDict
-from collections.abc import Collection
-from typing import assert_never
+from collections import Counter, OrderedDict, deque
+from collections.abc import Collection, Iterator
+from typing import TypeVar, assert_never
 
 from kvbaton.agent.engine_port import Allocation, Offer, SourceRequest
 from kvbaton.agent.ports import Clock, Control, EnginePort, Ranks
@@ -56,12 +56,15 @@ from kvbaton.wire.log_limit import LogLimit, shown
 
 __all__ = ["Coordinator", "Peers"]
 
+SpanReport = TypeVar("SpanReport", SpanMoved, SpanSummed)
+
 log = logging.getLogger(__name__)
 
 _GONE_CHECK_S = 1.0
 _MIN_BEAT_S = 0.05
 _BEAT_ENTRIES = 1024
 _MAX_REFUSED = 1024
+_MAX_FENCED = 1024
 
 
 class Peers:
@@ -151,7 +154,8 @@ class Coordinator:
         self._shortest_timeout = math.inf
         """The shortest `transfer_timeout` of the targets that wait for this instance: they give up after that much silence."""
         self._gone_check_at = clock() + _GONE_CHECK_S
-        self._peer_fences: dict[Incarnation, dict[int, int]] = {}
+        self._peer_fences: BoundedMap[Incarnation, dict[int, int]] = BoundedMap(_MAX_FENCED)
+        """The latest epoch in which each rank has fenced a peer. Kept: a peer may be fenced again before every rank has."""
         self._region_epochs: dict[int, int] = {}
         self._region_epoch = 0
         self.source = self.source_side(len(card.ranks), limits, clock, control, ranks, engine, observe, card.ranks[0].aux)
@@ -279,6 +283,17 @@ class Coordinator:
 
     # Reports of the ranks.
 
+    def take_report(self, reports: deque[RankReport]) -> None:
+        """Take the first report of a queue; with one about a span, all about other spans of that copy that follow it."""
+        report = reports.popleft()
+        if isinstance(report, SpanSummed):
+            side = self.source if report.side is Side.SOURCE else self.target
+            side.on_summed_spans([report, *_take_alike(report, reports)])
+        elif isinstance(report, SpanMoved) and not self.source.owns_copy(report.copy):
+            self.target.on_moved([report, *_take_alike(report, reports)])
+        else:
+            self.on_rank(report)
+
     def on_rank(self, report: RankReport) -> None:
         """A rank of ours reports. A fence counts when every rank has it: until then one of them may still be written to."""
         match report:
@@ -289,7 +304,7 @@ class Coordinator:
             case AuxRead():
                 self.target.on_aux_read(report)
             case SpanSummed():
-                (self.source if report.side is Side.SOURCE else self.target).on_summed(report)
+                (self.source if report.side is Side.SOURCE else self.target).on_summed_spans([report])
             case SpanMoved() | CopyFailed() | CopyStopped():
                 (self.source if self.source.owns_copy(report.copy) else self.target).on_copy(report)
             case _:
@@ -297,12 +312,13 @@ class Coordinator:
 
     def _on_peer_fenced(self, report: PeerFenced) -> None:
         epochs = self._peer_fences.setdefault(report.peer, {})
+        before = min((epochs.get(rank.rank, 0) for rank in self.card.ranks), default=0)
         epochs[report.rank] = max(report.epoch, epochs.get(report.rank, 0))
-        if len(epochs) == len(self.card.ranks):
-            del self._peer_fences[report.peer]
+        epoch = min(epochs.get(rank.rank, 0) for rank in self.card.ranks)
+        if epoch > before:
             # Its session is gone: without a card, the next hand-off with it begins with a handshake that opens a new one.
             self._peers.forget(report.peer)
-            self.target.on_peer_fenced(report.peer, min(epochs.values()))
+            self.target.on_peer_fenced(report.peer, epoch)
 
     def _on_region_fenced(self, report: RegionFenced) -> None:
         self._region_epochs[report.rank] = max(report.epoch, self._region_epochs.get(report.rank, 0))
@@ -426,3 +442,13 @@ class Coordinator:
         self._ranks.send_all(Disconnect(incarnation))
         self.source.on_peer_gone(incarnation, reason)
         self.target.on_peer_gone(incarnation, reason)
+
+
+def _take_alike(report: SpanReport, reports: deque[RankReport]) -> Iterator[SpanReport]:
+    """Take from a queue what follows of the same kind, about the same copy on the same rank."""
+    kind, copy, rank = type(report), report.copy, report.rank
+    while reports and isinstance(following := reports[0], kind) and following.rank == rank and following.copy == copy:
+        if isinstance(following, SpanSummed) and isinstance(report, SpanSummed) and following.side is not report.side:
+            return
+        reports.popleft()
+        yield following

@@ -92,6 +92,12 @@ class RanksDriver(HandoffPort):
         """Where peers reach this instance."""
         return self._sockets.address
 
+    @property
+    def is_engine_hung(self) -> bool:
+        """Whether the engine has taken no step for so long that its peers have given it up. An idle one is woken more often."""
+        age_s = time.monotonic() - self._coordinator.stepped_at
+        return age_s > max(self._limits.transfer_timeout, 2 * _IDLE_S)
+
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
@@ -272,21 +278,22 @@ class RanksDriver(HandoffPort):
 
     def _take_spans(self, ready: tuple[SpansReady, ...]) -> None:
         """Pass spans to the coordinator, once per hand-off, however often the engine has reported some by now."""
-        together: dict[HandoffKey, SpansReady] = {}
+        latest: dict[HandoffKey, BlockLists] = {}
+        together: dict[HandoffKey, list[Span]] = {}
         next_command: _Command | None = ready
         while isinstance(next_command, tuple):
-            for each in next_command:
-                before = together.get(each.key)
-                together[each.key] = each if before is None else each._replace(spans=before.spans + each.spans)
+            for key, blocks, spans in next_command:
+                latest[key] = blocks
+                together.setdefault(key, []).extend(spans)
             next_command = self._commands[0] if self._commands else None
             if isinstance(next_command, tuple):
                 self._commands.popleft()
-        for each in together.values():
-            self._guarded(partial(self._coordinator.spans_ready, each.key, each.blocks, each.spans))
+        for key, all_spans in together.items():
+            self._guarded(partial(self._coordinator.spans_ready, key, latest[key], tuple(all_spans)))
 
     def _take_reports(self) -> None:
         while self._ranks.reports:
-            self._guarded(partial(self._coordinator.on_rank, self._ranks.reports.popleft()))
+            self._guarded(partial(self._coordinator.take_report, self._ranks.reports))
 
 
 class Driver(RanksDriver):

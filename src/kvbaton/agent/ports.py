@@ -6,7 +6,7 @@ does no I/O and starts no thread: that is why the simulator can run the very cod
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvbaton.agent.engine_port import EngineEvent
@@ -45,8 +45,8 @@ class Control(Protocol):
 class Memory(Protocol):
     """A rank's own memory, as its agent sees it."""
 
-    def sum(self, pieces: Pieces, value: int) -> int:
-        """Continue the checksum `value` over these pieces, in order."""
+    def sums(self, pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
+        """The checksums of consecutive parts of these pieces, each up to the number in `ends`; the first continues `value`."""
 
     def read(self, offset: int, size_bytes: int) -> bytes:
         """A copy of these bytes."""

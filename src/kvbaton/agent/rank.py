@@ -8,13 +8,15 @@ away.
 
 from __future__ import annotations
 
-import zlib
+import bisect
+import itertools
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
 import numpy as np
+import numpy.typing as npt
 
 from kvbaton.agent.ports import Clock, Memory
 from kvbaton.agent.rank_orders import (
@@ -44,7 +46,7 @@ from kvbaton.agent.rank_orders import (
 )
 from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.card import Card, Endpoint
-from kvbaton.core.checks import LegPart, Pieces, plan_pieces
+from kvbaton.core.checks import LegPart, PiecePlanner, Pieces
 from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Incarnation, Span
 from kvbaton.core.layout import Layout
 from kvbaton.core.legs import Leg, assign_legs
@@ -54,6 +56,7 @@ from kvbaton.core.plan import BlockRuns, Runs, plan_blocks, plan_layers
 from kvbaton.core.timeline import Side
 from kvbaton.errors import ConfigError, KVBatonError, QueueFull, TransportError
 from kvbaton.transport.base import Batch, Completion, Direction, FencingTransport, LateWrites, PeerRank, Ticket, Transport
+from kvbaton.transport.runs import RegionSummer, load_loops
 
 __all__ = ["NO_CONTROLS", "Backlog", "Part", "RankAgent", "RankControls", "RegionMemory", "Summer"]
 
@@ -150,13 +153,10 @@ class RegionMemory:
 
     def __init__(self, view: memoryview) -> None:
         self._view = view
+        self._summer = RegionSummer(view, load_loops())
 
-    def sum(self, pieces: Pieces, value: int) -> int:
-        """Continue the CRC-32 `value` over these pieces, in order."""
-        view = self._view
-        for offset, size in pieces.tolist():
-            value = zlib.crc32(view[offset : offset + size], value)
-        return value
+    def sums(self, pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
+        return self._summer.sums(pieces, ends, value)
 
     def read(self, offset: int, size_bytes: int) -> bytes:
         return bytes(self._view[offset : offset + size_bytes])
@@ -165,15 +165,48 @@ class RegionMemory:
         self._view[offset : offset + len(data)] = data
 
 
-@dataclass(slots=True)
 class _SumJob:
-    copy: CopyId
-    span: int
-    parts: deque[tuple[int, Pieces]]
-    """By the number of their leg; the first one is being summed."""
-    done: int = 0
-    value: int = 0
-    sums: tuple[tuple[int, int], ...] = ()
+    """Spans that are to be summed together: every leg of the first one, then every leg of the next one, and so on."""
+
+    def __init__(self, copy: CopyId, spans: tuple[int, ...], legs: tuple[int, ...], sums: Sequence[Sequence[Pieces]]) -> None:
+        self.copy = copy
+        self.spans = spans
+        self.legs = legs
+        parts = [part for each in sums for part in each]
+        self.pieces: Pieces = np.concatenate(parts) if parts else np.empty((0, 2), np.int64)
+        self.ends = list(itertools.accumulate(sum(map(len, each)) for each in sums))
+        """The number of the first piece behind each sum."""
+        self._bytes_up_to: npt.NDArray[np.int64] = np.cumsum(self.pieces[:, 1])
+        self.done = self.value = 0
+        self.sums: list[int] = []
+        self.reported = 0
+
+    def end_within(self, budget: int) -> tuple[int, int]:
+        """The end of the pieces that come next, of about `budget` bytes, one at least; and their bytes."""
+        before = int(self._bytes_up_to[self.done - 1]) if self.done else 0
+        end = len(self.pieces)
+        if end and int(self._bytes_up_to[-1]) - before > budget:
+            end = max(self.done + 1, int(np.searchsorted(self._bytes_up_to, before + budget, side="right")))
+        return end, (int(self._bytes_up_to[end - 1]) if end else 0) - before
+
+    def sum_up_to(self, end: int, memory: Memory) -> None:
+        """Sum the pieces before `end`; a sum that is cut there is continued with the next call."""
+        complete = bisect.bisect_right(self.ends, end) - len(self.sums)
+        ends = [each - self.done for each in self.ends[len(self.sums) : len(self.sums) + complete]]
+        if not ends or ends[-1] < end - self.done:
+            ends.append(end - self.done)
+        values = memory.sums(self.pieces[self.done : end], ends, self.value)
+        self.value = values[complete] if len(values) > complete else 0
+        self.sums += values[:complete]
+        self.done = end
+
+    def take_complete(self) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
+        """The spans of which every leg is summed and that were not taken yet, each with its sums by leg."""
+        count = len(self.legs)
+        while self.reported < len(self.spans) and (self.reported + 1) * count <= len(self.sums):
+            first = self.reported * count
+            self.reported += 1
+            yield self.spans[self.reported - 1], tuple(zip(self.legs, self.sums[first : first + count], strict=True))
 
 
 class Summer:
@@ -181,7 +214,7 @@ class Summer:
 
     def __init__(self, rank: int, layout: Layout, memory: Memory | None, report: Callable[[SpanSummed], None]) -> None:
         self._rank = rank
-        self._layout = layout
+        self._whole = PiecePlanner(layout)
         self._memory = memory
         self._report = report
         self._jobs: OrderedDict[tuple[Side, HandoffKey], deque[_SumJob]] = OrderedDict()
@@ -191,37 +224,27 @@ class Summer:
         """Whether `work` has something to do."""
         return bool(self._jobs)
 
-    def add(self, order: SumSpans, parts: Mapping[int, LegPart] | None = None) -> None:
-        """Put spans on the list, leg by leg of `parts`, or as one; what cannot be summed is reported at once."""
-        jobs = deque[_SumJob]()
-        of: Mapping[int, LegPart | None] = {self._rank: None} if parts is None else parts
+    def add(self, order: SumSpans, legs: Mapping[int, PiecePlanner] | None = None) -> None:
+        """Put spans on the list, leg by leg, or as one; what cannot be summed is reported at once."""
+        of = {self._rank: self._whole} if legs is None else legs
+        planned: list[Sequence[Pieces]] = []
+        numbers: list[int] = []
         for span in order.spans:
             try:
                 if self._memory is None:
                     raise ConfigError("this rank was given no memory to sum; switch checksums off or give it one")
-                pieces = deque((number, self._pieces(order, span, part)) for number, part in of.items())
+                planned += [_plan_sum(planner, order, span) for planner in of.values()]
             except KVBatonError as error:
                 self.refuse(order, span, str(error))
             else:
-                jobs.append(_SumJob(order.copy, span.number, pieces))
-        if jobs:
-            self._jobs.setdefault((order.side, order.copy.key), deque()).extend(jobs)
+                numbers.append(span.number)
+        if numbers:
+            job = _SumJob(order.copy, tuple(numbers), tuple(of), planned)
+            self._jobs.setdefault((order.side, order.copy.key), deque()).append(job)
 
     def refuse(self, order: SumSpans, span: Span, reason: str) -> None:
         """Report that a span is not summed, and why."""
         self._report(SpanSummed(order.copy, order.side, self._rank, span.number, (), f"checksum: {reason}"))
-
-    def _pieces(self, order: SumSpans, span: Span, part: LegPart | None) -> Pieces:
-        return plan_pieces(
-            self._layout,
-            order.blocks,
-            order.copy.key,
-            span,
-            order.cached_tokens,
-            order.integrity,
-            order.total_tokens,
-            part,
-        )
 
     def drop(self, side: Side, key: HandoffKey) -> None:
         """Forget the sums of one side of a hand-off."""
@@ -240,35 +263,28 @@ class Summer:
                 del self._jobs[side, key]
 
     def _continue(self, side: Side, jobs: deque[_SumJob], budget: int) -> int:
-        """Continue the first job, and report it when it is complete, or when it cannot be done; returns the bytes."""
-        job, summed, error = jobs[0], 0, ""
+        """Continue the first job, and report what is complete, or that the rest of it cannot be done; returns the bytes."""
+        job, summed = jobs[0], 0
         try:
-            summed = self._sum(job, budget)
+            if self._memory is not None:
+                end, summed = job.end_within(budget)
+                job.sum_up_to(end, self._memory)
         except Exception as problem:
+            jobs.popleft()
             error = f"checksum: {type(problem).__name__}: {problem}"
+            for span in job.spans[job.reported :]:
+                self._report(SpanSummed(job.copy, side, self._rank, span, (), error))
             raise
-        finally:
-            if error or not job.parts:
-                jobs.popleft()
-                self._report(SpanSummed(job.copy, side, self._rank, job.span, job.sums, error))
+        for span, sums in job.take_complete():
+            self._report(SpanSummed(job.copy, side, self._rank, span, sums))
+        if job.reported == len(job.spans):
+            jobs.popleft()
         return summed
 
-    def _sum(self, job: _SumJob, budget: int) -> int:
-        """Sum pieces of about `budget` bytes of one leg, one at least; returns the bytes."""
-        if self._memory is None or not job.parts:
-            return 0
-        (number, pieces), summed = job.parts[0], 0
-        if job.done < len(pieces):
-            sizes = np.cumsum(pieces[job.done : job.done + budget, 1])
-            count = max(1, int(np.searchsorted(sizes, budget, side="right")))
-            job.value = self._memory.sum(pieces[job.done : job.done + count], job.value)
-            job.done += count
-            summed = int(sizes[count - 1])
-        if job.done == len(pieces):
-            job.sums += ((number, job.value),)
-            job.done = job.value = 0
-            job.parts.popleft()
-        return summed
+
+def _plan_sum(planner: PiecePlanner, order: SumSpans, span: Span) -> Sequence[Pieces]:
+    key, cached_tokens = order.copy.key, order.cached_tokens
+    return planner.parts(order.blocks, key, span, cached_tokens, order.integrity, order.total_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +294,7 @@ class Route:
     leg: int
     peer: PeerRank
     pair: Pair
-    part: LegPart
+    sums: PiecePlanner
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +319,7 @@ def find_routes(own: Layout, instance: Sequence[Layout], rank: int, card: Card, 
     peers = [PeerRank(card.incarnation, each.rank) for each in card.ranks]
 
     def route(leg: Leg, other: int, pair: Pair) -> Route:
-        return Route(leg.number, peers[other], pair, LegPart(leg.share, theirs[other]))
+        return Route(leg.number, peers[other], pair, PiecePlanner(own, LegPart(leg.share, theirs[other])))
 
     reads = tuple(
         route(leg, leg.source, pair_layouts(theirs[leg.source], own, keep(leg.share) if keep else leg.share))
@@ -518,7 +534,7 @@ class RankAgent:
         routes = None if order.peer is None else self._routes.get(order.peer)
         if routes is not None:
             own = routes.writes if order.side is Side.SOURCE else routes.reads
-            self._summer.add(order, {route.leg: route.part for route in own})
+            self._summer.add(order, {route.leg: route.sums for route in own})
         elif order.peer is None:
             self._summer.add(order)
         else:
@@ -660,7 +676,7 @@ class RankAgent:
         if known is None:
             raise TransportError(self._unreachable.get(order.peer, f"{order.peer} is not connected"))
         routes = known.reads if order.executor is Executor.TARGET_READS else known.writes
-        first, end = max(spans[0].first_token, order.cached_tokens), spans[0].end_token
+        first, end = max(spans[0].first_token, order.cached_tokens), spans[-1].end_token
         if copy.plan_of != (source_blocks, first, end):
             copy.plans = tuple(
                 plan_blocks(route.pair, source_blocks, order.target_blocks, first, end, order.total_tokens) for route in routes
@@ -722,15 +738,41 @@ class RankAgent:
                 assert_never(effect)
 
     def _report_moved(self, copy_id: CopyId, moving: _Moving) -> None:
-        """Report each span; the bytes of spans that were moved as one are shared out evenly."""
-        count = len(moving.spans)
-        for index, span in enumerate(moving.spans):
-            planned, moved = (total * (index + 1) // count - total * index // count for total in (moving.planned, moving.moved))
-            self._report(SpanMoved(copy_id, self.rank, span.number, planned, moved))
+        """Report each span; the bytes of spans that were moved as one are shared out by tokens and layers."""
+        planned, moved, done = moving.planned, moving.moved, 0
+        parts = [(span.end_token - span.first_token) * (span.end_layer - span.first_layer) for span in moving.spans]
+        count = sum(parts) or 1
+        for span, part in zip(moving.spans, parts, strict=True):
+            end = done + part
+            of_planned, of_moved = (total * end // count - total * done // count for total in (planned, moved))
+            self._report(SpanMoved(copy_id, self.rank, span.number, of_planned, of_moved))
+            done = end
 
 
 def _neighbours(spans: tuple[Span, ...]) -> Iterator[tuple[Span, ...]]:
-    """Spans in parts that follow each other in layers and have the same tokens."""
+    """Spans in parts that are planned and moved as one: all tokens from the first span's to the last one's, in all layers from
+    the first span's to the last one's.
+
+    A part is layers of the same tokens that follow each other, or chunks of the same layers, each in such a row, that do.
+    """
+    part: tuple[Span, ...] = ()
+    for row in _rows(spans):
+        if part and (part[0].first_layer, part[-1].end_layer, part[-1].end_token) == (
+            row[0].first_layer,
+            row[-1].end_layer,
+            row[0].first_token,
+        ):
+            part += row
+        else:
+            if part:
+                yield part
+            part = row
+    if part:
+        yield part
+
+
+def _rows(spans: tuple[Span, ...]) -> Iterator[tuple[Span, ...]]:
+    """Spans in rows that follow each other in layers and have the same tokens."""
     first = 0
     for index, span in enumerate(spans, 1):
         after = spans[index] if index < len(spans) else None
@@ -740,7 +782,9 @@ def _neighbours(spans: tuple[Span, ...]) -> Iterator[tuple[Span, ...]]:
             first = index
 
 
-def _batches(runs: Runs) -> Iterator[Runs]:
+def _batches(runs: Runs) -> Iterable[Runs]:
+    if int(runs[:, 2].sum()) <= _BATCH_BYTES:
+        return (runs,) if len(runs) else ()
     ends = np.cumsum(runs[:, 2])
     cuts = np.flatnonzero(np.diff(ends // _BATCH_BYTES)) + 1
     return (part for part in np.split(runs, cuts) if len(part))

@@ -45,7 +45,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -672,15 +672,15 @@ class SourceSide:
                 self._end_by(record, SourceEvent.COPY_FAILED, Outcome.FAILED, report.reason)
         self._settle(record)
 
-    def on_summed(self, report: SpanSummed) -> None:
-        """A rank has summed a span; without all sums nothing is confirmed."""
-        record = self.live.get(report.copy.key)
-        if record is None or not record.summing or report.copy != record.copy:
-            self.late_total["summed"] += 1
-        elif report.error:
-            self._end_by(record, SourceEvent.COPY_FAILED, Outcome.FAILED, report.error)
+    def on_summed_spans(self, reports: Sequence[SpanSummed]) -> None:
+        """A rank has summed spans of one copy; without all sums nothing is confirmed."""
+        record = self.live.get(reports[0].copy.key)
+        if record is None or not record.summing or reports[0].copy != record.copy:
+            self.late_total["summed"] += len(reports)
+        elif error := next((report.error for report in reports if report.error), ""):
+            self._end_by(record, SourceEvent.COPY_FAILED, Outcome.FAILED, error)
         else:
-            record.sums[report.rank, report.span] = report.sums
+            record.sums |= {(report.rank, report.span): report.sums for report in reports}
             self.renew_cap(record)
             self._settle(record)
 
@@ -707,6 +707,10 @@ class SourceSide:
             if record.target is not None and is_waited_for and record.state is not SourceState.STOPPING:
                 lists.setdefault(record.target, []).append((record.key, record.grant_number))
         return {target: Heartbeat(from_source=True, live=tuple(live)) for target, live in lists.items()}
+
+    def ends(self) -> list[tuple[Incarnation | None, HandoffKey, int]]:
+        """Target, key and grant of the hand-offs that have ended and are remembered, the latest last."""
+        return list(self._ended)
 
     def peers(self) -> set[Incarnation]:
         """Targets that have something of ours."""
@@ -783,8 +787,9 @@ class SourceSide:
             self._control.send(record.target, message)
 
     def _note(self, record: SourceRecord, stage: Stage, span: Span | None = None, outcome: Outcome | None = None) -> None:
-        text = record.reason if outcome is not None else ""
-        self._observe(note(record.key, Side.SOURCE, stage, self._clock(), span, outcome=outcome, text=text))
+        if self._observe is not no_observer:
+            text = record.reason if outcome is not None else ""
+            self._observe(note(record.key, Side.SOURCE, stage, self._clock(), span, outcome=outcome, text=text))
 
     def _new_record(self, key: HandoffKey, state: SourceState) -> SourceRecord:
         # One counter for all hand-offs, so that a key which is used again never sees a generation of its earlier life.

@@ -83,7 +83,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -226,6 +226,8 @@ class TargetRecord:
     spans: dict[int, Span] = field(default_factory=dict)
     """Everything that was announced of this generation, by number."""
     unmoved: dict[int, Span] = field(default_factory=dict)
+    just_moved: list[int] = field(default_factory=list)
+    """Numbers of spans that were counted as moved, and of which nothing followed yet."""
     moved: dict[int, set[int]] = field(default_factory=dict)
     """Numbers of the spans that are in, by rank."""
     span_count: int | None = None
@@ -477,6 +479,7 @@ class TargetSide:
         record.spans.clear()
         record.source_blocks = ()
         record.unmoved.clear()
+        record.just_moved.clear()
         record.moved.clear()
         record.on_wire = 0
         record.span_count = None
@@ -676,6 +679,12 @@ class TargetSide:
         if record is None or not self.follow_generation(record, announced.generation):
             self.late_total["announced"] += 1
             return
+        if changed := [span for span in announced.spans if record.spans.get(span.number, span) != span]:
+            # What was moved under this number are other tokens or layers: nothing shows which of the two was meant.
+            known = record.spans[changed[0].number]
+            reason = f"the source announced span {known.number} as {known} and then as {changed[0]}"
+            self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, reason)
+            return
         for span in announced.spans:
             self._note(record, Stage.ANNOUNCED, span)
         # Announcements may overtake each other. Within a generation block lists only grow, so the longer one is the newer one.
@@ -807,6 +816,18 @@ class TargetSide:
 
     # Reports of the ranks.
 
+    def on_moved(self, reports: Sequence[SpanMoved]) -> None:
+        """A rank reports spans of one copy. What follows from the counts is done once: a chunk may have a hundred layers."""
+        copy, rank = reports[0].copy, reports[0].rank
+        record = self.live.get(copy.key)
+        if record is None or record.open_copies.get(rank) != copy:
+            self.late_total["copy"] += len(reports)
+            return
+        for report in reports:
+            self.count_moved(record, report)
+        self._follow_moved(record, rank)
+        self._settle(record)
+
     def on_copy(self, report: CopyReport) -> None:
         """A rank reports about its part of a copy; the hand-off is decided by all ranks together."""
         record = self.live.get(report.copy.key)
@@ -816,12 +837,20 @@ class TargetSide:
         match report:
             case SpanMoved():
                 self.count_moved(record, report)
+                self._follow_moved(record, report.rank)
             case CopyStopped():
                 del record.open_copies[report.rank]
             case CopyFailed():
                 del record.open_copies[report.rank]
                 self._end_by(record, TargetEvent.COPY_FAILED, Outcome.FAILED, report.reason)
         self._settle(record)
+
+    def _follow_moved(self, record: TargetRecord, rank: int) -> None:
+        """Spans have arrived on a rank: that is progress, and they are summed there, if sums are compared."""
+        if record.just_moved:
+            self.sum_moved(record, rank, record.just_moved)
+            record.just_moved.clear()
+            self._progress(record)
 
     def count_moved(self, record: TargetRecord, report: SpanMoved) -> None:
         """One span of one rank is in; a span counts once, and only in the generation that it was read in."""
@@ -834,10 +863,10 @@ class TargetSide:
             record.bytes_moved += report.bytes_moved
             now = self._clock()
             self._count_wire(record, now)
-            span, moved_bytes = record.spans.get(report.span), report.bytes_moved
-            self._observe(note(record.key, Side.TARGET, Stage.MOVED, now, span, moved_bytes=moved_bytes, rank=report.rank))
-            self.sum_moved(record, report.rank, report.span)
-            self._progress(record)
+            record.just_moved.append(report.span)
+            if self._observe is not no_observer:
+                span, moved_bytes = record.spans.get(report.span), report.bytes_moved
+                self._observe(note(record.key, Side.TARGET, Stage.MOVED, now, span, moved_bytes=moved_bytes, rank=report.rank))
 
     def _count_wire(self, record: TargetRecord, now: float) -> None:
         """One span less is being moved; with the last of them, a time on the wire is over."""
@@ -847,15 +876,18 @@ class TargetSide:
             if record.span_count is not None:
                 record.exposed_wire_s += now - max(record.wire_since, record.prefilled_at)
 
-    def on_summed(self, report: SpanSummed) -> None:
-        """A rank has summed a span of our blocks; the sums are compared when all are in and the source has sent its own."""
-        record = self.live.get(report.copy.key)
-        if record is None or report.copy != record.copy or report.span not in record.summing or record.state in _CLOSING:
-            self.late_total["summed"] += 1
-        elif report.error:
-            self._end_by(record, TargetEvent.COPY_FAILED, Outcome.FAILED, report.error)
-        else:
-            record.sums[report.rank, report.span] = report.sums
+    def on_summed_spans(self, reports: Sequence[SpanSummed]) -> None:
+        """A rank has summed spans of our blocks; sums are compared when all are in and the source has sent its own."""
+        record = self.live.get(reports[0].copy.key)
+        if record is None or reports[0].copy != record.copy or record.state in _CLOSING:
+            self.late_total["summed"] += len(reports)
+            return
+        due = [report for report in reports if report.span in record.summing]
+        self.late_total["summed"] += len(reports) - len(due)
+        if error := next((report.error for report in due if report.error), ""):
+            self._end_by(record, TargetEvent.COPY_FAILED, Outcome.FAILED, error)
+        elif due:
+            record.sums |= {(report.rank, report.span): report.sums for report in due}
             self._progress(record)
             self._settle(record)
 
@@ -906,14 +938,11 @@ class TargetSide:
 
     def _watch(self, record: TargetRecord) -> None:
         """Set the alarm for the next thing that time will do to this hand-off."""
-        if self.live.get(record.key) is not record:
+        key = record.key
+        if self.live.get(key) is not record:
             return
-        if record.state in _CLOSING:
-            self._timers.set(record.key, record.stop_until)
-        if self._asks_again(record):
-            self._timers.set(record.key, record.retry.at)
-        if self._has_deadline(record):
-            self._timers.set(record.key, self._deadline(record))
+        when = self._deadline(record) if self._has_deadline(record) else record.stop_until
+        self._timers.set(key, min(when, record.retry.at) if self._asks_again(record) else when)
 
     def _has_deadline(self, record: TargetRecord) -> bool:
         """Whether time ends it. In quarantine time leads to stronger means only (`stop_until`)."""
@@ -1021,12 +1050,11 @@ class TargetSide:
 
     # Checksums.
 
-    def sum_moved(self, record: TargetRecord, rank: int, number: int) -> None:
-        """A span has arrived on a rank: have it summed there, if sums are compared."""
-        span = record.spans.get(number)
-        if self.compares_sums and span is not None:
-            record.summing.add(number)
-            self._sum_spans(record, (rank,), (span,))
+    def sum_moved(self, record: TargetRecord, rank: int, numbers: Sequence[int]) -> None:
+        """Spans have arrived on a rank: have them summed there, if sums are compared."""
+        if self.compares_sums and (spans := tuple(record.spans[number] for number in numbers if number in record.spans)):
+            record.summing.update(span.number for span in spans)
+            self._sum_spans(record, (rank,), spans)
 
     def sum_written(self, record: TargetRecord) -> None:
         """Once a source that writes has confirmed it, have every rank sum what lies in our blocks, if sums are compared.
@@ -1133,8 +1161,9 @@ class TargetSide:
             self._control.send(record.source, message)
 
     def _note(self, record: TargetRecord, stage: Stage, span: Span | None = None, outcome: Outcome | None = None) -> None:
-        text = record.reason if outcome is not None else ""
-        self._observe(note(record.key, Side.TARGET, stage, self._clock(), span, outcome=outcome, text=text))
+        if self._observe is not no_observer:
+            text = record.reason if outcome is not None else ""
+            self._observe(note(record.key, Side.TARGET, stage, self._clock(), span, outcome=outcome, text=text))
 
     def _dial(self, address: ControlAddress) -> None:
         """Ask for the card of the peer at a source's address; one question does for all hand-offs that wait for the answer."""

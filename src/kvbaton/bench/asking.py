@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import aiohttp
 
 from kvbaton.core.addresses import ControlAddress
-from kvbaton.core.auth import AddressProof
+from kvbaton.core.auth import MAX_ROOM_NUMBER, AddressProof, RoomProof
 from kvbaton.core.handoff import room_transfer_id
 from kvbaton.errors import PeerLost, ProtocolError
 
@@ -124,10 +124,11 @@ class InOneRoom:
     prefill: str
     decode: str
     source: ControlAddress
+    rooms: RoomProof
 
     async def ask(self, session: aiohttp.ClientSession, prompt: AskedPrompt) -> Answered:
         began = time.perf_counter()
-        room = secrets.randbits(62) + 1
+        room = self.rooms.room(secrets.randbelow(MAX_ROOM_NUMBER) + 1)
         where = {"bootstrap_host": self.source.host, "bootstrap_port": self.source.handshake, "bootstrap_room": room}
         prefill_s, answered = await asyncio.gather(
             _timed_post(session, self.prefill, prompt.body(**where), began),

@@ -24,7 +24,7 @@ from kvbaton.bench.processes import Processes, available_memory_bytes, guarded
 from kvbaton.bench.report import BenchReport, BenchRow, Setting, check_at_least_one, describe_hardware, ratio
 from kvbaton.config import HTTP_KEY_HEADER, HandoffSettings, http_token
 from kvbaton.core.addresses import ControlAddress
-from kvbaton.core.auth import AddressProof
+from kvbaton.core.auth import AddressProof, RoomProof
 from kvbaton.core.handoff import Mode, Outcome
 from kvbaton.core.timeline import Side
 from kvbaton.engines.base import OWN_CONNECTOR, EngineOptions, EnginePlugin, Progress
@@ -64,7 +64,7 @@ class _Variant:
     """Where source and target report their hand-offs, if they do."""
     token: str = ""
 
-    def story(self, transfer_id: str) -> HandoffReport | None:
+    def fetch_report(self, transfer_id: str) -> HandoffReport | None:
         """Where the time of one hand-off went; None for a variant that does not report. Raises PeerError when it should."""
         if self.reports is None:
             return None
@@ -98,7 +98,9 @@ class _Variants:
         prefill, decode = parts
         asking: Asking = OneAfterTheOther(prefill.base_url, decode.base_url)
         if self._engine.meets_in_rooms:
-            asking = InOneRoom(prefill.base_url, decode.base_url, ControlAddress.parse(prefill.control_address))
+            source = ControlAddress.parse(prefill.control_address)
+            rooms = RoomProof(options.cluster_key.encode(), source, ControlAddress.parse(decode.control_address))
+            asking = InOneRoom(prefill.base_url, decode.base_url, source, rooms)
         elif prefill.control_address and decode.control_address:
             source, target = (ControlAddress.parse(part.control_address) for part in parts)
             proof = AddressProof(options.cluster_key.encode(), source, target)
@@ -310,20 +312,20 @@ class _Measurement:
             name_of("cpu", variant.name, length): [used],
         }
         try:
-            story = await asyncio.to_thread(variant.story, answered.transfer_id)
+            report = await asyncio.to_thread(variant.fetch_report, answered.transfer_id)
         except PeerError as error:
             self._problems.append(f"{variant.name}, {length} tokens: {error}")
             return taken
-        return taken if story is None else taken | self._stages(variant, length, story)
+        return taken if report is None else taken | self._stages(variant, length, report)
 
-    def _stages(self, variant: _Variant, length: int, story: HandoffReport) -> Round:
-        end = next(end for end in story.ends if end.side is Side.TARGET)
-        if end.outcome is not Outcome.DELIVERED or story.exposed_s is None:
-            self._problems.append(f"{variant.name}, {length} tokens: not handed over ({story.sentence})")
+    def _stages(self, variant: _Variant, length: int, report: HandoffReport) -> Round:
+        end = next(end for end in report.ends if end.side is Side.TARGET)
+        if end.outcome is not Outcome.DELIVERED or report.exposed_s is None:
+            self._problems.append(f"{variant.name}, {length} tokens: not handed over ({report.sentence})")
             return {}
-        taken = {name_of(f"stage {wait.phase}", variant.name, length): [wait.seconds] for wait in story.waits}
-        taken[name_of("exposed", variant.name, length)] = [story.exposed_s]
-        taken[name_of("hidden wire", variant.name, length)] = [story.hidden_s]
+        taken = {name_of(f"stage {wait.phase}", variant.name, length): [wait.seconds] for wait in report.waits}
+        taken[name_of("exposed", variant.name, length)] = [report.exposed_s]
+        taken[name_of("hidden wire", variant.name, length)] = [report.hidden_s]
         return taken
 
     def _different(self) -> int:

@@ -68,11 +68,11 @@ def _try_transports(json: bool) -> int:
 
 def _ask_deployment(url: str, metrics: list[str], model: str | None, json: bool) -> int:
     from kvbaton.cli.doctor_request import collect_evidence
-    from kvbaton.observe.evidence import HandoverVerdict, judge
+    from kvbaton.observe.evidence import HandoffVerdict, judge
 
     found = collect_evidence(url, metrics, model)
     verdict = judge(found)
-    code = {HandoverVerdict.HANDED_OVER: 0, HandoverVerdict.NOT_HANDED_OVER: 1, HandoverVerdict.UNKNOWN: _NO_EVIDENCE}[verdict]
+    code = {HandoffVerdict.HANDED_OVER: 0, HandoffVerdict.NOT_HANDED_OVER: 1, HandoffVerdict.UNKNOWN: _NO_EVIDENCE}[verdict]
     if json:
         rows = [{"place": each.place, "verdict": each.verdict, "text": each.text} for each in found]
         settings = {"request": url, "metrics": metrics, "model": model}
@@ -83,7 +83,7 @@ def _ask_deployment(url: str, metrics: list[str], model: str | None, json: bool)
     for each in found:
         table.add_row(Text(each.place), each.verdict, Text(each.text))
     console.print(table)
-    if verdict is HandoverVerdict.UNKNOWN:
+    if verdict is HandoffVerdict.UNKNOWN:
         shown = "Nothing shows whether the cache was handed over; name the decode instances with --metrics http://HOST:PORT."
     else:
         shown = f"The cache was {verdict}."

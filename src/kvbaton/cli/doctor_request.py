@@ -13,7 +13,7 @@ import msgspec
 
 from kvbaton.cli.fetching import Fetched, fetch_json, fetch_url
 from kvbaton.errors import PeerError, ProtocolError
-from kvbaton.observe.evidence import Evidence, HandoverVerdict, Scrape, from_answer, from_metrics, from_report, from_usage
+from kvbaton.observe.evidence import Evidence, HandoffVerdict, Scrape, from_answer, from_metrics, from_report, from_usage
 from kvbaton.observe.transfer_report import TransferReport
 
 __all__ = ["collect_evidence"]
@@ -82,13 +82,13 @@ def _timeline(url: str, transfer_id: str) -> Evidence:
         try:
             if _is_local(fetch_json(f"{url}/handoffs", absent), transfer_id):
                 return Evidence(
-                    place, HandoverVerdict.NOT_HANDED_OVER, "the router let the decode instance prefill it by itself"
+                    place, HandoffVerdict.NOT_HANDED_OVER, "the router let the decode instance prefill it by itself"
                 )
             found = fetch_json(f"{url}/handoffs/{quote(transfer_id, safe='')}", absent)
             evidence = from_report(msgspec.convert(found, TransferReport))
         except (PeerError, msgspec.ValidationError) as error:
-            evidence = Evidence(place, HandoverVerdict.UNKNOWN, str(error))
-        if evidence.verdict is not HandoverVerdict.UNKNOWN or time.monotonic() > deadline:
+            evidence = Evidence(place, HandoffVerdict.UNKNOWN, str(error))
+        if evidence.verdict is not HandoffVerdict.UNKNOWN or time.monotonic() > deadline:
             return evidence
         time.sleep(_LOOK_S)
 
@@ -107,9 +107,6 @@ def _metrics(before: dict[str, Scrape]) -> list[Evidence]:
     deadline = time.monotonic() + _SETTLE_S
     while True:
         found = from_metrics({where: (earlier, _scrape(where)) for where, earlier in before.items()})
-        is_settled = any(each.verdict is HandoverVerdict.HANDED_OVER for each in found) or not any(
-            earlier.counts_handoffs for earlier in before.values()
-        )
-        if is_settled or time.monotonic() > deadline:
+        if not found or any(each.verdict is HandoffVerdict.HANDED_OVER for each in found) or time.monotonic() > deadline:
             return found
         time.sleep(_LOOK_S)

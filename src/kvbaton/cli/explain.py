@@ -35,18 +35,18 @@ def explain(
     """
     address = checked_url(router, "--router")
     transfer_id = _newest(address) if transfer == "last" else transfer
-    story = _story(address, transfer_id)
+    report = _fetch_report(address, transfer_id)
     if json:
-        print_json("explain", ok=True, settings={"router": address}, story=story)
+        print_json("explain", ok=True, settings={"router": address}, summary=report)
     else:
         from rich.console import Console
 
-        from kvbaton.cli.explain_picture import print_details, print_story
+        from kvbaton.cli.explain_picture import print_details, print_report
 
         console = Console()
-        print_story(console, story)
+        print_report(console, report)
         if verbose:
-            print_details(console, story)
+            print_details(console, report)
     return 0
 
 
@@ -66,7 +66,7 @@ def _newest(router: str) -> str:
     return newest
 
 
-def _story(router: str, transfer_id: str) -> TransferReport:
+def _fetch_report(router: str, transfer_id: str) -> TransferReport:
     from urllib.parse import quote
 
     import msgspec

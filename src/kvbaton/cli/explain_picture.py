@@ -1,4 +1,4 @@
-"""Draws the story of a transfer for a terminal: a row per phase, bars to scale, what was hidden and what was exposed.
+"""Draws the report of a transfer for a terminal: a row per phase, bars to scale, what was hidden and what was exposed.
 
 Kinds of time differ in their glyph as well as in their colour, so that the picture can be read in a log file.
 """
@@ -15,7 +15,7 @@ from kvbaton.core.timeline import Side
 from kvbaton.observe.phases import Bar, HandoffPhase
 from kvbaton.observe.transfer_report import HandoffReport, TransferReport, duration, row_label, size
 
-__all__ = ["print_details", "print_story"]
+__all__ = ["print_details", "print_report"]
 
 _MOST_HANDOFFS = 8
 _LABEL = 20
@@ -27,28 +27,28 @@ _QUEUED, _COMPUTED, _HIDDEN, _EXPOSED = ("░", "dim"), ("█", "blue"), ("▒",
 _LEGEND = ((_QUEUED, "queue"), (_COMPUTED, "prefill"), (_HIDDEN, "hidden behind prefill"), (_EXPOSED, "exposed"))
 
 
-def print_story(console: Console, story: TransferReport) -> None:
+def print_report(console: Console, report: TransferReport) -> None:
     """Print the instances, a picture of each hand-off, and the sentence."""
-    console.print(Text.assemble(("transfer ", "bold"), story.transfer_id), soft_wrap=True)
-    for teller in story.participants:
-        problem = f" ({teller.problem})" if teller.problem else ""
-        dropped = f" ({teller.notes_dropped} notes were not kept)" if teller.notes_dropped else ""
-        console.print(f"  {teller.side}: {teller.name}{problem}{dropped}", style="dim", highlight=False, markup=False)
-    for handoff in story.handoffs[:_MOST_HANDOFFS]:
+    console.print(Text.assemble(("transfer ", "bold"), report.transfer_id), soft_wrap=True)
+    for side in report.participants:
+        problem = f" ({side.problem})" if side.problem else ""
+        dropped = f" ({side.notes_dropped} notes were not kept)" if side.notes_dropped else ""
+        console.print(f"  {side.side}: {side.name}{problem}{dropped}", style="dim", highlight=False, markup=False)
+    for handoff in report.handoffs[:_MOST_HANDOFFS]:
         console.print()
-        if len(story.handoffs) > 1:
+        if len(report.handoffs) > 1:
             console.print(f"prompt {handoff.prompt_index}, sample {handoff.sample_index}", style="bold", highlight=False)
         _print_picture(console, handoff)
         _print_waits(console, handoff)
         console.print(handoff.sentence, highlight=False, markup=False, soft_wrap=True)
-    rest = len(story.handoffs) - _MOST_HANDOFFS
+    rest = len(report.handoffs) - _MOST_HANDOFFS
     if rest > 0:
         console.print(f"and {rest} more hand-offs; --json has them all", style="dim", highlight=False)
 
 
-def print_details(console: Console, story: TransferReport) -> None:
+def print_details(console: Console, report: TransferReport) -> None:
     """Print a line per chunk and span: how long it took to compute, and how long to travel."""
-    for handoff in story.handoffs[:_MOST_HANDOFFS]:
+    for handoff in report.handoffs[:_MOST_HANDOFFS]:
         table = Table("tokens", "layers", "computed in", "announced at", "on the wire", "exposed", "bytes")
         for part, span in _details(handoff):
             table.add_row(*_cells(part, span))

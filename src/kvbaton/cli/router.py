@@ -21,19 +21,13 @@ _INSTANCE_KEY_VARIABLE = "KVBATON_INSTANCE_API_KEY"
 
 def router(
     *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
+    options: Annotated[RouterOptions, Parameter(name="*")] = _DEFAULT_OPTIONS,
     discovery_host: str | None = None,
-    discovery_port: int = 8001,
     transfer_mode: Literal["READ", "WRITE", "auto", "first"] = "auto",
     p2p_mode: Literal["READ", "WRITE"] | None = None,
-    instances_file: Path | None = None,
-    processes: int = 1,
     cluster_key_file: Path | None = None,
     forward_header: Annotated[tuple[str, ...] | None, Parameter(negative=())] = None,
     allow_host: Annotated[tuple[str, ...], Parameter(negative=())] = (),
-    show_details: bool | None = None,
-    options: Annotated[RouterOptions, Parameter(name="*")] = _DEFAULT_OPTIONS,
     verbose: bool = False,
 ) -> int:
     """Route OpenAI-style requests to prefill and decode instances that register here, and serve the chat page at `/`.
@@ -43,23 +37,13 @@ def router(
 
     Parameters
     ----------
-    host
-        where to listen.
-    port
-        port of the OpenAI-compatible API and the page.
     discovery_host
         where to listen for registrations; the same as `host` when not given.
-    discovery_port
-        port on which instances register.
     transfer_mode
         `READ` takes pull instances only, `WRITE` push instances only; `auto` takes both, and pairs those of the same mode;
         with `first`, the first instance decides for all.
     p2p_mode
         also take instances of vLLM's P2pNcclConnector, whose registrations state no mode: this one.
-    instances_file
-        JSON list of instances that do not register by themselves; read again when it changes.
-    processes
-        how many processes serve the port together.
     cluster_key_file
         file that holds the key all instances share; the variable KVBATON_CLUSTER_KEY may hold it instead. Only kvbaton's
         instances with this key are admitted; without a key, all are.
@@ -69,9 +53,6 @@ def router(
     allow_host
         host name under which browsers may open the page and call the API; may be repeated. `localhost` and IP addresses
         always may, other names never do by default: a web site could point its own name at this router.
-    show_details
-        show clients which instances served them, how many prompt tokens were cached, timelines, /instances and /handoffs. By
-        default only without API keys: with keys, one client could learn what another has sent.
     verbose
         log more.
     """
@@ -85,20 +66,14 @@ def router(
 
     set_up_logging(verbose)
     settings = RouterSettings(
-        host=host,
-        port=port,
-        discovery_host=discovery_host or host,
-        discovery_port=discovery_port,
+        discovery_host=discovery_host or options.host,
         transfer_mode=None if transfer_mode in ("auto", "first") else TransferMode(transfer_mode),
         first_fixes_mode=transfer_mode == "first",
         p2p_mode=None if p2p_mode is None else TransferMode(p2p_mode),
-        instances_file=instances_file,
-        processes=processes,
         api_keys=_api_keys(os.environ.get(_API_KEY_VARIABLE, "")),
         instance_api_key=os.environ.get(_INSTANCE_KEY_VARIABLE) or None,
         cluster_key=parse_trust(cluster_key_file, os.environ).key,
         allow_hosts=allow_host,
-        show_details=show_details,
         forward_headers=DEFAULT_FORWARD_HEADERS if forward_header is None else forward_header,
         **asdict(options),
     )
@@ -108,15 +83,16 @@ def router(
             "NO CLUSTER KEY: every process%s that reaches port %d on %s can register an instance, receive prompts and forge"
             " answers; set a key with --cluster-key-file or %s",
             " and every user of this machine" if is_loopback(settings.discovery_host) else "",
-            discovery_port,
+            settings.discovery_port,
             settings.discovery_host,
             CLUSTER_KEY_VARIABLE,
         )
     raise_open_files()
     settle_memory()
-    if processes > 1:
-        return run_processes(settings, lambda: log.info("router on http://%s:%d, %d processes", in_url(host), port, processes))
-    return run_server(serve_router(settings, lambda: log.info("router on http://%s:%d", in_url(host), port)))
+    where = f"router on http://{in_url(settings.host)}:{settings.port}"
+    if settings.processes > 1:
+        return run_processes(settings, lambda: log.info("%s, %d processes", where, settings.processes))
+    return run_server(serve_router(settings, lambda: log.info("%s", where)))
 
 
 def _api_keys(value: str) -> tuple[str, ...]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import replace
-from typing import Annotated, Literal
+from dataclasses import asdict, replace
+from typing import Annotated
 
 from cyclopts import Parameter
 
 from kvbaton.cli.options import DEFAULT_LIMITS, NO_TRUST, HandoffOptions, LimitOptions, TransportName, TrustOptions
 from kvbaton.config import DEFAULT_HANDOFF
-from kvbaton.engines.embedded.settings import DEFAULT_HTTP, HttpSettings
+from kvbaton.engines.embedded.settings import DEFAULT_HTTP, DEFAULT_INSTANCE, HttpSettings, InstanceOptions
 from kvbaton.errors import ConfigError
 from kvbaton.launch.ports import check_port
 
@@ -26,16 +26,10 @@ _ABOUT_ROUTERS = {
 
 def serve(
     *,
-    role: Literal["prefill", "decode", "both"] = "both",
-    model: str = "smollm2",
-    host: str = "127.0.0.1",
-    port: int = 8100,
-    control_port: int = 8101,
+    instance: Annotated[InstanceOptions, Parameter(name="*")] = DEFAULT_INSTANCE,
     advertise_host: str | None = None,
     router: Annotated[tuple[str, ...], Parameter(negative=())] = (),
     transport: TransportName = "local",
-    blocks: int = 2048,
-    block_tokens: int = 16,
     step_tokens: int = 256,
     max_sequences: int = 64,
     max_waiting: int = 4096,
@@ -44,8 +38,6 @@ def serve(
     shape: str = "tp1",
     drop_writes: Annotated[bool, Parameter(show=False)] = False,
     drop: Annotated[str, Parameter(show=False)] = "",
-    cache_dtype: str = "float32",
-    model_id: str = "",
     lacks: Annotated[str, Parameter(show=False)] = "",
     handoff: HandoffOptions = DEFAULT_HANDOFF,
     limits: LimitOptions = DEFAULT_LIMITS,
@@ -57,27 +49,11 @@ def serve(
 
     Parameters
     ----------
-    role
-        prefill and decode instances hand caches over; `both` answers clients by itself.
-    model
-        `smollm2`, `tiny`, a .gguf file, a directory of Hugging Face safetensors, or a small model of some kind of cache:
-        `tiny-gqa2`, `-gqa4`, `-gqa6`, `-gqa8`, `-mqa`, `-mla`, `-swa`, `-mamba`, `-nsa`; with another seed as
-        `tiny-gqa2:1`, with other sizes as `tiny-mamba@conv_taps=6`.
-    host
-        where to listen for HTTP and control messages.
-    port
-        port of the OpenAI-compatible API.
-    control_port
-        port on which other instances reach this one.
     advertise_host
         host name or IP address under which others reach this instance; `host` when not given. Needed when `host` is
         0.0.0.0 or ::, unless a router finds out which of this machine's addresses it is.
     router
         discovery address (host:port) of a router to register with; may be repeated.
-    blocks
-        blocks of the KV cache.
-    block_tokens
-        tokens per block.
     step_tokens
         most tokens computed in one step.
     max_sequences
@@ -90,15 +66,10 @@ def serve(
         fill blocks with a pattern before they are handed over, so that a missing byte shows.
     shape
         into how many ranks the model is cut, each a process: `tp2`, `pp2,tp2`, ...; for the small models only.
-    cache_dtype
-        type of the numbers in the cache: `float32`, or `float16` for the small models.
-    model_id
-        stands for the model where instances of another engine serve the same one (SGLang's setting `fingerprint`); with it,
-        caches can be handed over between the two.
     verbose
         log more.
     """
-    _check_ports(port, control_port)
+    _check_ports(instance.port, instance.control_port)
     _share_cores(threads)
     from kvbaton.cli.running import raise_open_files, run_server, set_up_logging
     from kvbaton.config import parse_trust
@@ -109,19 +80,13 @@ def serve(
 
     set_up_logging(verbose)
     trusted = parse_trust(trust.cluster_key_file, os.environ, trust.allow)
-    trusted.check_bind(host)
+    trusted.check_bind(instance.host)
     settings = InstanceSettings(
-        role=role,
-        model=model,
-        host=host,
-        port=port,
-        control_host=numeric_host(host),
-        control_port=control_port,
-        advertise_host=advertised_host(host, advertise_host, router),
+        **asdict(instance),
+        control_host=numeric_host(instance.host),
+        advertise_host=advertised_host(instance.host, advertise_host, router),
         transport=transport,
         routers=router,
-        blocks=blocks,
-        block_tokens=block_tokens,
         limits=limits,
         engine=EngineSettings(
             step_tokens=step_tokens,
@@ -136,13 +101,11 @@ def serve(
         drop_writes=drop_writes,
         shape=Shape.parse(shape),
         drop=drop,
-        cache_dtype=cache_dtype,
         lacks=lacks,
-        model_id=model_id,
         http=replace(http, show_details=_shows_details() if http.show_details is None else http.show_details),
     )
     log = logging.getLogger("kvbaton")
-    if (role == "both") == bool(router):
+    if (instance.role == "both") == bool(router):
         log.warning("%s", _ABOUT_ROUTERS[bool(router)])
     raise_open_files()
     return run_server(serve_instance(settings, log.info))

@@ -216,10 +216,10 @@ def _list_plants() -> int:
     from kvbaton.sim.exchange import EXCHANGE_PLANTS
     from kvbaton.sim.plants import PLANTS
 
-    table = Table("plant", "the mistake")
-    mistakes = {name: plant.mistake for name, plant in PLANTS.items()}
-    mistakes |= {name: bugs.mistake for name, bugs in EXCHANGE_PLANTS.items()}
-    for name, mistake in mistakes.items():
-        table.add_row(name, mistake)
+    table = Table("plant", "the mistake", "the rule that it breaks")
+    for name, plant in PLANTS.items():
+        table.add_row(name, plant.mistake, plant.rule)
+    for name, bugs in EXCHANGE_PLANTS.items():
+        table.add_row(name, bugs.mistake, bugs.rule)
     Console().print(table)
     return 0

@@ -20,7 +20,17 @@ import hmac
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.errors import ConfigError, ProtocolError
 
-__all__ = ["MIN_KEY_BYTES", "NONCE_BYTES", "SEAL_BYTES", "TAG_BYTES", "AddressProof", "Seal", "Session"]
+__all__ = [
+    "MAX_ROOM_NUMBER",
+    "MIN_KEY_BYTES",
+    "NONCE_BYTES",
+    "SEAL_BYTES",
+    "TAG_BYTES",
+    "AddressProof",
+    "RoomProof",
+    "Seal",
+    "Session",
+]
 
 MIN_KEY_BYTES = 16
 """Shorter cluster keys are refused."""
@@ -30,6 +40,10 @@ NONCE_BYTES = 16
 
 TAG_BYTES = 16
 """By how much a frame of a session is longer than its content."""
+
+_ROOM_TAG_BITS = 32
+MAX_ROOM_NUMBER = (1 << (63 - _ROOM_TAG_BITS)) - 1
+"""SGLang's rooms are positive numbers of 63 bits."""
 
 _MARK = b"\xc1KVB\x01"
 _DIGEST_BYTES = 32
@@ -46,6 +60,7 @@ class _Use(enum.Enum):
     TO_DIALLER = b"kvbaton back"
     TO_ROUTER = b"kvbaton router"
     ADDRESSES = b"kvbaton address"
+    ROOMS = b"kvbaton room"
 
 
 class Seal:
@@ -147,6 +162,28 @@ class AddressProof:
     def fits(self, proof: str, transfer_id: str) -> bool:
         """Whether `proof` is that of this transfer between these addresses."""
         return proof.isascii() and hmac.compare_digest(proof, self.of(transfer_id))
+
+
+class RoomProof:
+    """Rooms of SGLang that a holder of the key has made for two control addresses: a number, and 32 bits that prove it.
+
+    SGLang's requests have no other field that reaches decode. A client that tries rooms needs 2^32 requests for one address.
+    """
+
+    __slots__ = ("_keyed",)
+
+    def __init__(self, key: bytes, prefill: ControlAddress, decode: ControlAddress) -> None:
+        self._keyed = _keyed(key, _Use.ROOMS, _ROOM_TAG_BITS // 8)
+        self._keyed.update(_parts(str(prefill), str(decode)))
+
+    def room(self, number: int) -> int:
+        """The room of a number from 1 to MAX_ROOM_NUMBER."""
+        tag = _digest(self._keyed, number.to_bytes(_COUNT_BYTES, "big"))
+        return number << _ROOM_TAG_BITS | int.from_bytes(tag, "big")
+
+    def fits(self, room: int) -> bool:
+        """Whether a room was made for these addresses."""
+        return room == self.room(room >> _ROOM_TAG_BITS)
 
 
 def _parts(*texts: str) -> bytes:

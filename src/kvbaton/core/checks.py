@@ -9,6 +9,8 @@ plane, from the key, the span and the layer; nothing has to be agreed on the wir
 
 from __future__ import annotations
 
+import functools
+import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,10 +22,10 @@ import numpy.typing as npt
 from kvbaton.core.handoff import BlockLists, HandoffKey, Integrity, Span
 from kvbaton.core.layout import Group, HeadRange, Layout, Plane
 from kvbaton.core.pair import Share, channel_offsets, common_heads, join_runs, local_head
-from kvbaton.core.segments import Places, block_places, check_list, segments_of, state_block
+from kvbaton.core.segments import Numbers, Places, block_places, check_list, segments_of, state_block
 from kvbaton.errors import RangeError
 
-__all__ = ["ONE_IN", "PIECE_TOKENS", "LegPart", "Pieces", "SpanSum", "plan_pieces", "sums_problem"]
+__all__ = ["ONE_IN", "PIECE_TOKENS", "LegPart", "PiecePlanner", "Pieces", "SpanSum", "plan_pieces", "sums_problem"]
 
 Pieces = npt.NDArray[np.int64]
 """Shape (n, 2): offset from the start of the region, and bytes; in the order in which they are summed."""
@@ -69,106 +71,235 @@ def plan_pieces(
     total_tokens: int | None = None,
     part: LegPart | None = None,
 ) -> Pieces:
-    """The pieces of this rank's region that are summed for `span`; raises RangeError for what does not exist.
+    """The pieces of this rank's region that are summed for `span`; see `PiecePlanner.plan`."""
+    return PiecePlanner(layout, part).plan(blocks, key, span, cached_tokens, integrity, total_tokens)
 
-    `total_tokens` is the length of the whole sequence, by default the end of the span. With `part`, only that part is summed.
+
+class PiecePlanner:
+    """Plans what one rank sums of a leg, or with no `part`, of all that it holds.
+
+    What depends on the layouts alone is worked out once. What the layers of a chunk have in common, the places of its
+    tokens, is kept from one span to the next: an engine reports a chunk layer by layer.
     """
-    if len(blocks) != len(layout.groups):
-        raise RangeError(f"block lists are for {len(blocks)} groups where the layout has {len(layout.groups)}")
-    first, total = max(span.first_token, cached_tokens), span.end_token if total_tokens is None else total_tokens
-    requested = range(span.first_layer, span.end_layer)
-    held = sorted(
-        (layer, number, index)
-        for number, group in enumerate(layout.groups)
-        for index, layer in enumerate(group.layers)
-        if layer in requested
-    )
-    if integrity is Integrity.OFF or not held:
-        return np.empty((0, 2), np.int64)
-    parts = [
-        _layer_pieces(
-            _Layer(layout.groups[number], index, *_part_of_layer(layout.groups[number], number, layer, part)),
-            blocks[number],
-            (first, span.end_token, total),
-            f"{key} {span.number} {layer}" if integrity is Integrity.SAMPLED else "",
-        )
-        for layer, number, index in held
-    ]
-    return np.concatenate(parts)
+
+    def __init__(self, layout: Layout, part: LegPart | None = None) -> None:
+        self._groups = layout.groups
+        self._part = part
+        self._seeded: tuple[HandoffKey | None, int] = (None, 0)
+        others = layout.groups if part is None else part.other.groups
+        self._rows = [_ChunkRows(group, other) for group, other in zip(layout.groups, others, strict=True)]
+
+    @functools.cached_property
+    def _layers(self) -> dict[int, list[_Layer]]:
+        """By the number of the layer, in order. Worked out with the first sum: most peers never ask for one."""
+        layers: dict[int, list[_Layer]] = {}
+        for layer in sorted({layer for group in self._groups for layer in group.layers}):
+            groups = [(number, group) for number, group in enumerate(self._groups) if layer in group.layers]
+            parts = [(number, _planes(group, number, group.layers.index(layer), layer, self._part)) for number, group in groups]
+            layers[layer] = [_Layer(layer, number, planes) for number, planes in parts if planes]
+        return layers
+
+    def plan(
+        self,
+        blocks: BlockLists,
+        key: HandoffKey,
+        span: Span,
+        cached_tokens: int,
+        integrity: Integrity,
+        total_tokens: int | None = None,
+    ) -> Pieces:
+        """The pieces of the region that are summed for `span`; raises RangeError for what does not exist.
+
+        `total_tokens` is the length of the whole sequence, by default the end of the span.
+        """
+        parts = self.parts(blocks, key, span, cached_tokens, integrity, total_tokens)
+        return np.concatenate(parts) if parts else np.empty((0, 2), np.int64)
+
+    def parts(
+        self,
+        blocks: BlockLists,
+        key: HandoffKey,
+        span: Span,
+        cached_tokens: int,
+        integrity: Integrity,
+        total_tokens: int | None = None,
+    ) -> list[Pieces]:
+        """What `plan` returns, in parts: one per layer and plane."""
+        if len(blocks) != len(self._groups):
+            raise RangeError(f"block lists are for {len(blocks)} groups where the layout has {len(self._groups)}")
+        first, total = max(span.first_token, cached_tokens), span.end_token if total_tokens is None else total_tokens
+        parts: list[Pieces] = []
+        if integrity is Integrity.OFF:
+            return parts
+        for each in self._in_span(span):
+            rows = self._rows[each.group].of(blocks[each.group], first, span.end_token, total)
+            if rows is not None:
+                pick = (
+                    None
+                    if integrity is Integrity.FULL
+                    else zlib.crc32(f" {span.number} {each.layer}".encode(), self._crc_of(key))
+                )
+                parts += rows.pieces(each.planes, pick)
+        return parts
+
+    def _crc_of(self, key: HandoffKey) -> int:
+        if key is not self._seeded[0]:
+            self._seeded = key, zlib.crc32(str(key).encode())
+        return self._seeded[1]
+
+    def _in_span(self, span: Span) -> Iterable[_Layer]:
+        if span.end_layer - span.first_layer == 1:
+            return self._layers.get(span.first_layer, ())
+        # Not a loop over the layers of the span: a message may name any number of them.
+        return (each for layer, some in self._layers.items() if span.first_layer <= layer < span.end_layer for each in some)
+
+
+@dataclass(frozen=True, slots=True)
+class _PlanePart:
+    """One plane of one layer, where there is something to sum: where its layer starts, and (offset, bytes) of one token.
+
+    Where the tokens of a page are one piece, `shift` is what is added to that piece instead.
+    """
+
+    offset: int
+    strides: tuple[int, int, int]
+    pieces: Pieces
+    shift: Numbers | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer by its place in its group, the heads of each plane that are summed, and the group at the other end."""
-
-    group: Group
-    place: int
-    heads: tuple[tuple[HeadRange, ...], ...]
-    other: Group
+    layer: int
+    group: int
+    planes: tuple[_PlanePart, ...]
 
 
-def _part_of_layer(
-    group: Group, number: int, layer: int, part: LegPart | None
-) -> tuple[tuple[tuple[HeadRange, ...], ...], Group]:
-    if part is None:
-        return tuple(tuple(sorted(plane.heads, key=lambda each: each.start)) for plane in group.planes), group
-    return tuple(part.heads(number, plane, layer) for plane in range(len(group.planes))), part.other.groups[number]
+def _planes(group: Group, number: int, index: int, layer: int, part: LegPart | None) -> tuple[_PlanePart, ...]:
+    heads = [plane.heads if part is None else part.heads(number, place, layer) for place, plane in enumerate(group.planes)]
+    return tuple(
+        _plane_part(group, plane, index, each)
+        for plane, each in zip(group.planes, heads, strict=True)
+        if any(some.count for some in each)
+    )
 
 
-def _layer_pieces(layer: _Layer, ids: tuple[int, ...], tokens: tuple[int, int, int], seed: str) -> Pieces:
-    """Pieces of all planes of one layer; sampled with a `seed`."""
-    group = layer.group
-    first, end = group.needed(*tokens)
-    if group.is_state:
-        rows, spread = _state_rows(group, ids) if tokens[1] == tokens[2] else _NO_ROWS, True
-    elif first >= end or not any(layer.heads):
-        return np.empty((0, 2), np.int64)
-    else:
-        check_list("own", group, ids, tokens[1], tokens[2])
-        starts, ends = _sampled(seed, first, end) if seed else (np.array([first]), np.array([end]))
-        rows, spread = _token_rows(layer, ids, starts, ends, tokens[2]), False
-    parts = [
-        _plane_pieces(plane, layer.place, heads, rows, spread)
-        for plane, heads in zip(group.planes, layer.heads, strict=True)
-        if any(each.count for each in heads)
-    ]
-    return np.concatenate(parts) if parts else np.empty((0, 2), np.int64)
+def _plane_part(group: Group, plane: Plane, index: int, heads: Sequence[HeadRange]) -> _PlanePart:
+    pieces = _token_pieces(plane, sorted(heads, key=lambda each: each.start))
+    joins = len(pieces) == 1 and int(pieces[0, 1]) == plane.token_stride and not group.is_state
+    strides, offset = (plane.block_stride, plane.page_stride, plane.token_stride), plane.layer_offsets[index]
+    return _PlanePart(offset, strides, pieces, np.array([offset + int(pieces[0, 0]), 0], np.int64) if joins else None)
 
 
-_Rows = tuple[Places, npt.NDArray[np.int64]]
-_NO_ROWS: _Rows = (Places(*(np.empty(0, np.int64),) * 3), np.empty(0, np.int64))
+class _ChunkRows:
+    """The places of the tokens of one chunk in the blocks of one group; the last chunk is kept."""
+
+    def __init__(self, group: Group, other: Group) -> None:
+        self._group = group
+        self._other = other
+        self._chunk: tuple[tuple[int, ...], int, int, int] = ((), 0, 0, 0)
+        self._kept: _TokenRows | None = None
+
+    def of(self, ids: tuple[int, ...], first_token: int, end_token: int, total: int) -> _TokenRows | None:
+        """The rows of these tokens; None when none of them is summed in this group."""
+        chunk = ids, first_token, end_token, total
+        if chunk[1:] != self._chunk[1:] or (ids is not self._chunk[0] and ids != self._chunk[0]):
+            self._kept = self._find(ids, first_token, end_token, total)
+            self._chunk = chunk
+        return self._kept
+
+    def _find(self, ids: tuple[int, ...], first_token: int, end_token: int, total: int) -> _TokenRows | None:
+        group = self._group
+        first, end = group.needed(first_token, end_token, total)
+        if group.is_state:
+            return _state_rows(group, ids) if end_token == total else None
+        if first >= end:
+            return None
+        check_list("own", group, ids, end_token, total)
+        if group.tokens.size > 1 or self._other.tokens.size > 1:
+            return _SplitRows(group, self._other, ids, (first, end, total))
+        return _token_rows(group, ids, first, end)
 
 
-def _state_rows(group: Group, ids: tuple[int, ...]) -> _Rows:
+class _TokenRows:
+    """Ranges of tokens that lie together: their places, and how many tokens each has.
+
+    `candidates` is how many pieces of `PIECE_TOKENS` tokens there are to sample, 0 where everything is summed. Each is one
+    row, unless `firsts` has the row with which each of them begins, and the end.
+    """
+
+    def __init__(self, places: Places, counts: Numbers, candidates: int = 0, firsts: Numbers | None = None) -> None:
+        self._places = places
+        self._counts = counts
+        self._candidates = candidates
+        self._firsts = firsts
+        self._wholes: dict[tuple[int, int, int], Pieces] = {}
+
+    def pieces(self, planes: Sequence[_PlanePart], pick: int | None) -> list[Pieces]:
+        """The pieces of each plane of a layer; with a `pick`, those of a sample that it chooses."""
+        rows = slice(None) if pick is None or not self._candidates else self._sampled(pick)
+        return [
+            _token_by_token(plane, self._whole(plane.strides)[rows], self._counts[rows])
+            if plane.shift is None
+            else self._whole(plane.strides)[rows] + plane.shift
+            for plane in planes
+        ]
+
+    def _sampled(self, pick: int) -> slice | Numbers:
+        chosen = slice(pick % min(ONE_IN, self._candidates), None, ONE_IN)
+        firsts = self._firsts
+        return chosen if firsts is None else _spread(firsts[:-1][chosen], firsts[1:][chosen])[1]
+
+    def _whole(self, strides: tuple[int, int, int]) -> Pieces:
+        """Where the rows lie in a plane with these strides, and their bytes; all planes of all layers share them, mostly."""
+        whole = self._wholes.get(strides)
+        if whole is None:
+            block, page, token = strides
+            places = self._places
+            at = places.blocks * block + places.pages * page + places.tokens * token
+            whole = self._wholes[strides] = np.stack([at, self._counts * token], axis=1)
+        return whole
+
+
+class _SplitRows(_TokenRows):
+    """Context parallelism: what the other end does not hold is moved by another leg, and must not be in this sum."""
+
+    def __init__(self, group: Group, other: Group, ids: tuple[int, ...], tokens: tuple[int, int, int]) -> None:
+        self._group, self._other, self._ids = group, other, ids
+        self._first, self._end, self._total = tokens
+
+    def pieces(self, planes: Sequence[_PlanePart], pick: int | None) -> list[Pieces]:
+        first, end = self._first, self._end
+        if pick is not None:
+            starts, ends = _sampled(pick, first, end)
+            first, end = int(starts[0]), int(ends[-1])
+        own = segments_of(self._group, self._other, first, end, self._total)
+        places = block_places("own", self._group, self._ids, own.source)
+        return _TokenRows(places, own.counts).pieces(planes, None)
+
+
+def _state_rows(group: Group, ids: tuple[int, ...]) -> _TokenRows:
     zero = np.zeros(1, np.int64)
-    return Places(np.array([state_block("own", group, ids)], np.int64), zero, zero), zero + 1
+    return _TokenRows(Places(np.array([state_block("own", group, ids)], np.int64), zero, zero), zero + 1)
 
 
-def _token_rows(
-    layer: _Layer, ids: tuple[int, ...], starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], total: int
-) -> _Rows:
-    """Where ranges of tokens lie, cut at page boundaries, and how many tokens each has; only tokens that both ends hold."""
-    group = layer.group
-    if group.tokens.size > 1 or layer.other.tokens.size > 1:
-        # Context parallelism: what the other end does not hold is moved by another leg, and must not be in this sum.
-        own = segments_of(group, layer.other, int(starts[0]), int(ends[-1]), total)
-        return block_places("own", group, ids, own.source), own.counts
-    size = group.page_tokens
-    owner, page = _spread(starts // size, -(-ends // size))
-    low, high = np.maximum(starts[owner], page * size), np.minimum(ends[owner], (page + 1) * size)
-    return block_places("own", group, ids, low), high - low
+def _token_rows(group: Group, ids: tuple[int, ...], first: int, end: int) -> _TokenRows:
+    """Tokens cut at page boundaries, and at those of the pieces that may be sampled."""
+    size = math.gcd(group.page_tokens, PIECE_TOKENS)
+    starts = np.arange(first // size * size, end, size, dtype=np.int64)
+    starts[0] = first
+    counts = np.empty_like(starts)
+    counts[:-1], counts[-1] = starts[1:] - starts[:-1], end - starts[-1]
+    candidates = -(-end // PIECE_TOKENS) - first // PIECE_TOKENS
+    firsts = None
+    if candidates < len(starts):
+        firsts = np.append(np.flatnonzero(np.diff(starts // PIECE_TOKENS, prepend=-1)), len(starts))
+    return _TokenRows(block_places("own", group, ids, starts), counts, candidates, firsts)
 
 
-def _plane_pieces(plane: Plane, layer: int, heads: Sequence[HeadRange], rows: _Rows, is_state: bool) -> Pieces:
-    places, counts = rows
-    at = places.blocks * plane.block_stride + places.pages * plane.page_stride + places.tokens * plane.token_stride
-    at = at + plane.layer_offsets[layer]
-    pieces = _token_pieces(plane, heads)
-    if len(pieces) == 1 and pieces[0, 1] == plane.token_stride and not is_state:
-        return np.stack([at + pieces[0, 0], counts * plane.token_stride], axis=1)
+def _token_by_token(plane: _PlanePart, rows: Pieces, counts: Numbers) -> Pieces:
     owner, token = _spread(np.zeros_like(counts), counts)
-    offsets = (at[owner] + token * plane.token_stride)[:, None] + pieces[:, 0]
-    return np.stack([offsets.reshape(-1), np.tile(pieces[:, 1], len(owner))], axis=1)
+    offsets = (rows[owner, 0] + (plane.offset + token * plane.strides[2]))[:, None] + plane.pieces[:, 0]
+    return np.stack([offsets.reshape(-1), np.tile(plane.pieces[:, 1], len(owner))], axis=1)
 
 
 def _token_pieces(plane: Plane, heads: Sequence[HeadRange]) -> Pieces:
@@ -182,15 +313,14 @@ def _token_pieces(plane: Plane, heads: Sequence[HeadRange]) -> Pieces:
     return joined[:, 1:]
 
 
-def _sampled(seed: str, first: int, end: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _sampled(pick: int, first: int, end: int) -> tuple[Numbers, Numbers]:
     """First tokens and ends of the pieces that are chosen for one layer."""
     count = -(-end // PIECE_TOKENS) - first // PIECE_TOKENS
-    pick = zlib.crc32(seed.encode()) % min(ONE_IN, count)
-    starts = (first // PIECE_TOKENS + np.arange(pick, count, ONE_IN, dtype=np.int64)) * PIECE_TOKENS
+    starts = (first // PIECE_TOKENS + np.arange(pick % min(ONE_IN, count), count, ONE_IN, dtype=np.int64)) * PIECE_TOKENS
     return np.maximum(starts, first), np.minimum(starts + PIECE_TOKENS, end)
 
 
-def _spread(firsts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _spread(firsts: Numbers, ends: Numbers) -> tuple[Numbers, Numbers]:
     """Every number from each of `firsts` up to its end, with the index of its range."""
     counts = ends - firsts
     owner = np.repeat(np.arange(len(firsts)), counts)

@@ -131,12 +131,6 @@ class Plane(msgspec.Struct, frozen=True):
         """Whether the elements of a head are contiguous."""
         return _is_dense([axis for axis in self.channels if axis.count > 1], self.element_bytes)
 
-    @property
-    def is_token_contiguous(self) -> bool:
-        """Whether the tokens of a page are contiguous, so that any span of them is one run."""
-        heads_packed = self.head_count == 1 or self.head_stride == self.head_bytes
-        return heads_packed and self.is_channel_contiguous and self.token_stride == self.token_bytes
-
     def alike(self, other: Plane) -> bool:
         """Whether both have the same strides and heads, so that one set of runs serves both at different offsets."""
         names = ("element_bytes", "heads", "channels", "block_stride", "page_stride", "token_stride", "head_stride")

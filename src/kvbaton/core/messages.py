@@ -254,9 +254,20 @@ def decode(frame: bytes | memoryview) -> Envelope:
     if len(frame) > MAX_FRAME_BYTES:
         raise ProtocolError(f"a frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES} are read")
     try:
-        version = _version_decoder.decode(frame).version
-        if version != PROTOCOL:
-            raise ProtocolError(f"protocol version is {PROTOCOL} here and {version} there")
-        return _decoder.decode(frame)
+        envelope = _decoder.decode(frame)
+        version = envelope.version
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        # What another version sends may not be a message here: the version is the reason to name then.
+        version = _version_of(frame)
+        if version == PROTOCOL:
+            raise ProtocolError(f"not a message of ours: {error}") from error
+    if version != PROTOCOL:
+        raise ProtocolError(f"protocol version is {PROTOCOL} here and {version} there")
+    return envelope
+
+
+def _version_of(frame: bytes | memoryview) -> int:
+    try:
+        return _version_decoder.decode(frame).version
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"not a message of ours: {error}") from error

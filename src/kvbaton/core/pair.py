@@ -81,6 +81,8 @@ class GroupPair:
     source: Group
     target: Group
     pieces: tuple[Piece, ...]
+    is_page_by_page: bool = False
+    """Whether a block of the one side is a block of the other, and one run in each piece. Nearly always, with equal TP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +111,17 @@ def _pair_layouts(source: Layout, target: Layout, share: Share | None) -> Pair:
     groups = []
     for index, (theirs, ours) in enumerate(zip(source.groups, target.groups, strict=True)):
         shares = _everything(index, theirs, ours) if share is None else [each for each in share if each.group == index]
-        groups.append(GroupPair(theirs, ours, tuple(_pieces(index, theirs, ours, shares))))
+        pieces = tuple(_pieces(index, theirs, ours, shares))
+        groups.append(GroupPair(theirs, ours, pieces, _is_page_by_page(theirs, ours, pieces)))
     return Pair(source, target, tuple(groups))
+
+
+def _is_page_by_page(source: Group, target: Group, pieces: Sequence[Piece]) -> bool:
+    return (
+        source.block_tokens == target.block_tokens > 0
+        and all(group.page_tokens == group.block_tokens and group.tokens.size == 1 for group in (source, target))
+        and all(piece.joins_tokens and len(piece.runs) == 1 for piece in pieces)
+    )
 
 
 def check_groups(source: Layout, target: Layout) -> None:

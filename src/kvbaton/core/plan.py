@@ -7,6 +7,8 @@ joins runs that are contiguous on both sides.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -22,6 +24,9 @@ Runs = npt.NDArray[np.uint64]
 
 _TOGETHER = 16
 """Runs that are added as one row of NumPy; measured: rows of 3 numbers are dominated by the cost per row."""
+
+_FEW_BLOCKS = 32
+"""Up to so many blocks are planned without NumPy: each of its calls costs as much as a block does in Python."""
 
 BlockRuns = tuple[tuple[Numbers, ...], ...]
 """Per group and piece the runs of one layer, as offsets from where that layer starts."""
@@ -91,10 +96,50 @@ def _group_runs(
         return _nothing(pair)
     check_list("source", pair.source, source_list, tokens, total)
     check_list("target", pair.target, target_list, tokens, total)
+    few = _few_runs(pair, source_list, target_list, first, end)
+    if few is not None:
+        return few
     segments = segments_of(pair.source, pair.target, first, end, total)
     source = block_places("source", pair.source, source_list, segments.source)
     target = block_places("target", pair.target, target_list, segments.target)
     return tuple(_piece_runs(piece, source, target, segments.counts) for piece in pair.pieces)
+
+
+def _few_runs(
+    pair: GroupPair, source_list: tuple[int, ...], target_list: tuple[int, ...], first: int, end: int
+) -> tuple[Numbers, ...] | None:
+    """The runs of a few blocks, block by block; None where there are many, or where anything is out of the ordinary."""
+    size = pair.source.block_tokens
+    blocks = range(first // size, -(-end // size)) if size else range(0)
+    if not 0 < len(blocks) <= _FEW_BLOCKS or not pair.is_page_by_page:
+        return None
+    sources, targets = source_list[blocks.start : blocks.stop], target_list[blocks.start : blocks.stop]
+    for group, ids in ((pair.source, sources), (pair.target, targets)):
+        # What is wrong with a list is found out and named where long lists are checked.
+        if len(set(ids)) < len(blocks) or min(ids) < 0 or max(ids) >= group.blocks:
+            return None
+    tokens = [(max(first, block * size) - block * size, min(end, (block + 1) * size) - block * size) for block in blocks]
+    return tuple(_join_few(piece, sources, targets, tokens) for piece in pair.pieces)
+
+
+def _join_few(piece: Piece, sources: tuple[int, ...], targets: tuple[int, ...], tokens: Sequence[tuple[int, int]]) -> Numbers:
+    source_offset, target_offset, token_bytes = piece.runs[0].tolist()
+    source, target = piece.source, piece.target
+    runs = sorted(
+        (
+            target_block * target.block_stride + low * target.token_stride + target_offset,
+            source_block * source.block_stride + low * source.token_stride + source_offset,
+            (high - low) * token_bytes,
+        )
+        for source_block, target_block, (low, high) in zip(sources, targets, tokens, strict=True)
+    )
+    joined: list[list[int]] = []
+    for at, of, count in runs:
+        if joined and (joined[-1][0] + joined[-1][2], joined[-1][1] + joined[-1][2]) == (of, at):
+            joined[-1][2] += count
+        else:
+            joined.append([of, at, count])
+    return np.array(joined, np.int64)
 
 
 def _nothing(pair: GroupPair) -> tuple[Numbers, ...]:

@@ -25,6 +25,9 @@ or of a cached prefix are left out. Refused where its tokens have to be moved. T
 
 _NO_END = 1 << 62
 
+_SHORT_LIST = 128
+"""Block lists up to this length are checked without NumPy, of which every call costs as much as some ten blocks do."""
+
 
 @dataclass(frozen=True, slots=True)
 class Segments:
@@ -159,11 +162,15 @@ def _block_ids(side: str, group: Group, ids: tuple[int, ...], places: Numbers) -
     if not len(places):
         return places
     first, last = int(places[0]), int(places[-1]) + 1
+    chosen = ids[first:last]
     try:
-        listed = np.array(ids[first:last], np.int64)
+        listed = np.array(chosen, np.int64)
     except OverflowError:
         raise RangeError(f"{side} block {max(ids, key=abs)} is outside 0..{group.blocks - 1}") from None
     at = places - first
+    is_short = len(chosen) <= _SHORT_LIST
+    if is_short and min(chosen) >= 0 and max(chosen) < group.blocks and len(set(chosen)) == len(chosen):
+        return listed[at]
     has_gaps = bool((places[1:] - places[:-1] > 1).any())
     _check_ids(side, group, listed[np.unique(at)] if has_gaps else listed)
     return listed[at]

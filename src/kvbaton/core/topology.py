@@ -22,9 +22,7 @@ __all__ = [
     "collect_ranks",
     "head_range",
     "instance_problem",
-    "part_ranges",
     "rank_port",
-    "stage_layers",
 ]
 
 T = TypeVar("T")
@@ -120,20 +118,6 @@ def head_range(total_heads: int, tp_size: int, tp_rank: int) -> HeadRange:
     raise ConfigError(
         f"{total_heads} heads cannot be divided for tp{tp_size}: neither number divides the other; choose a tp that does"
     )
-
-
-def part_ranges(parts: Sequence[int], tp_size: int, tp_rank: int) -> tuple[HeadRange, ...]:
-    """The channels that a rank holds of several consecutive parts (`[q|k|v]` of a convolution), each divided by itself."""
-    starts = [0, *itertools.accumulate(parts)]
-    shares = [head_range(count, tp_size, tp_rank) for count in parts]
-    return tuple(HeadRange(start + share.start, share.count) for start, share in zip(starts, shares, strict=False))
-
-
-def stage_layers(layers: int, pp_size: int, pp_rank: int) -> range:
-    """The layers of a stage by default: as even as possible, the first stages one more."""
-    base, more = divmod(layers, pp_size)
-    first = pp_rank * base + min(pp_rank, more)
-    return range(first, first + base + (pp_rank < more))
 
 
 def collect_ranks(shape: Shape, reports: Iterable[Mapping[tuple[int, int], T] | None]) -> tuple[T, ...]:

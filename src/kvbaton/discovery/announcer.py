@@ -4,9 +4,9 @@
 a long call into native code, a huge collection of garbage, a model that is being compiled. Routers forget an instance after a
 few seconds of silence, and a busy one is still alive. So a child process sends the heartbeats, and this process signals twice
 a second that it is alive. Without a signal for `stall_limit_s` the child sends a goodbye, and registers again after the next
-signal; when this process dies, however it dies, the child sends a goodbye and ends. Rejected: a thread without the interpreter
-lock, which Python does not have; a fork, which would copy an engine. `ThreadAnnouncer` does the same on a thread of this
-process: lighter, for tests and for what never stalls.
+signal; so it does at once when this process signals that its engine hangs. When this process dies, however it dies, the child
+sends a goodbye and ends. Rejected: a thread without the interpreter lock, which Python does not have; a fork, which would copy
+an engine. `ThreadAnnouncer` does the same on a thread of this process: lighter, for tests and for what never stalls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import msgspec
 import kvbaton
 from kvbaton.core.auth import Seal
 from kvbaton.discovery.advice import DEFAULT_ADVISE_AFTER_S, Adviser
-from kvbaton.discovery.announcer_child import AnnouncerTask
+from kvbaton.discovery.announcer_child import ALIVE, HUNG, AnnouncerTask
 from kvbaton.discovery.heartbeats import Announcement, Heartbeats, RouterEvent
 from kvbaton.discovery.messages import Registration, check_http_address
 from kvbaton.errors import ConfigError
@@ -67,12 +67,14 @@ class _AnnouncerBase:
         advise_after_s: float = DEFAULT_ADVISE_AFTER_S,
         stall_limit_s: float = DEFAULT_STALL_LIMIT_S,
         cluster_key: bytes | None = None,
+        is_hung: Callable[[], bool] = lambda: False,
     ) -> None:
         if not math.isfinite(stall_limit_s) or stall_limit_s <= _SIGN_S:
             raise ConfigError(f"stall_limit_s is {stall_limit_s}; it must be above {_SIGN_S} and finite")
         self._announcement = _announcement(registration, routers, heartbeat_s, cluster_key)
         self._adviser = Adviser(registration, is_used, advise_after_s)
         self._stall_limit_s = stall_limit_s
+        self._is_hung = is_hung
         self._clock = clock
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -113,6 +115,10 @@ class ThreadAnnouncer(_AnnouncerBase):
         clock = self._clock
         with Heartbeats(self._announcement, lambda event: self._adviser.on_event(event, clock()), clock()) as beats:
             while not self._stopping.is_set():
+                if self._is_hung():
+                    beats.send_goodbye(clock())
+                    while self._is_hung() and not self._stopping.wait(_LOOK_S):
+                        pass
                 due = beats.turn(clock())
                 self._adviser.advise(clock())
                 self._stopping.wait(min(_LOOK_S, max(0.0, due - clock())))
@@ -123,11 +129,12 @@ class Announcer(_AnnouncerBase):
     """Registers `registration` with every router from `start` on until `stop`, whatever this interpreter is busy with.
 
     `is_used` returns whether a request has ever come; while none has, advice is logged, because real routers do not answer
-    instances that they refuse.
+    instances that they refuse. While `is_hung` returns true the instance is not registered: no request gets through there.
     """
 
     pid: int | None = None
     """The process that beats; None before there is one."""
+    _was_hung = False
 
     def _run(self) -> None:
         backoff_s = _FIRST_BACKOFF_S
@@ -162,12 +169,22 @@ class Announcer(_AnnouncerBase):
         rest = b""
         while not self._stopping.is_set() and child.poll() is None:
             with contextlib.suppress(BlockingIOError):
-                os.write(child.stdin.fileno(), b".")
+                os.write(child.stdin.fileno(), self._sign())
             *lines, rest = (rest + (child.stdout.read() or b"")).split(b"\n")
             for line in lines:
                 self._on_line(line)
             self._adviser.advise(self._clock())
             self._stopping.wait(_SIGN_S)
+
+    def _sign(self) -> bytes:
+        """The sign of life for the child; logged when it changes, because no router explains why requests stop."""
+        is_hung = self._is_hung()
+        if is_hung is not self._was_hung:
+            self._was_hung = is_hung
+            _logger.warning(
+                "discovery: the engine %s", "hangs; routers are sent a goodbye" if is_hung else "goes on; registering"
+            )
+        return HUNG if is_hung else ALIVE
 
     def _on_line(self, line: bytes) -> None:
         """A line may be torn when the child could not wait for us."""

@@ -1,10 +1,12 @@
-"""The process that sends heartbeats for an `Announcer`: reads its task and then dots on its input, writes events as lines.
+"""The process that sends heartbeats for an `Announcer`: reads its task and then signs on its input, writes events as lines.
 
-It ends, with a goodbye, when its input closes or its parent is gone. It sends nothing while the last dot is too old.
+It ends, with a goodbye, when its input closes or its parent is gone. It sends nothing while the last sign is too old, or states
+that the engine hangs.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -15,7 +17,10 @@ import msgspec
 
 from kvbaton.discovery.heartbeats import Announcement, Heartbeats, RouterEvent
 
-__all__ = ["AnnouncerTask", "main"]
+__all__ = ["ALIVE", "HUNG", "AnnouncerTask", "main"]
+
+ALIVE, HUNG = b".", b"!"
+"""The signs: the process is alive; it is, and its engine hangs."""
 
 _INPUT, _OUTPUT = 0, 1
 _LOOK_S = 0.25
@@ -55,9 +60,10 @@ def _beat(beats: Heartbeats, stall_limit_s: float, parent: int) -> None:
                 beats.send_goodbye(now)
             due, is_quiet = now + _LOOK_S, True
         if select.select([_INPUT], [], [], min(_LOOK_S, max(0.0, due - now)))[0]:
-            if not os.read(_INPUT, 4096):
+            signs = os.read(_INPUT, 4096)
+            if not signs:
                 return
-            life = time.monotonic()
+            life = -math.inf if signs.endswith(HUNG) else time.monotonic()
 
 
 def _read_task() -> AnnouncerTask | None:

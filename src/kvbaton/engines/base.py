@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.handoff import AuxChannel, Mode
@@ -110,7 +110,6 @@ class ModelFacts:
 class Support:
     """What an engine can be asked for. What a model of it can be asked for, the engine checks itself."""
 
-    roles: tuple[str, ...] = ("prefill", "decode", "both")
     modes: tuple[Mode, ...] = tuple(Mode)
     aux_channels: tuple[AuxChannel, ...] = tuple(AuxChannel)
     devices: tuple[str, ...] = ("cpu",)
@@ -142,6 +141,18 @@ class CommandRequest:
     cluster_key_file: Path | None = None
     """May be a file of another machine: nothing reads it here."""
     allow: tuple[str, ...] = ()
+
+    def settings(self) -> dict[str, Any]:
+        """What kvbaton in that instance is set to; what has its default value is left out, so that a line stays short."""
+        given: dict[str, Any] = {"transport": self.transport, "handoffs_port": self.handoffs_port}
+        given |= {"advertise_host": self.advertise_host, "routers": list(self.routers), "allow": list(self.allow)}
+        given["cluster_key_file"] = None if self.cluster_key_file is None else str(self.cluster_key_file)
+        return {name: value for name, value in given.items() if value}
+
+    def changed_limits(self) -> dict[str, float]:
+        """The limits that do not have their default values."""
+        defaults = asdict(Limits())
+        return {name: value for name, value in asdict(self.limits).items() if value != defaults[name]}
 
 
 class PreparedEngine(ABC):

@@ -13,7 +13,7 @@ import msgspec
 
 from kvbaton.config import Trust
 from kvbaton.core.addresses import ControlAddress, parse_request_id
-from kvbaton.core.auth import AddressProof
+from kvbaton.core.auth import AddressProof, RoomProof
 from kvbaton.core.handoff import MAX_TRANSFER_ID, Incarnation, TransferId
 from kvbaton.errors import AddressError, BadRequest
 
@@ -113,10 +113,21 @@ class SourceCheck:
         if AddressProof(self._key, source, target).fits(params.proof, params.transfer_id):
             return None
         wrong = f"does not fit the source {source}, this transfer and {target}" if params.proof else f"is missing for {source}"
+        return f"{_FIELD}.address_proof: {wrong}; {self._advice(source)}"
+
+    def room_refusal(self, source: ControlAddress, room: int) -> str | None:
+        """The same for a request of SGLang: its room has to be one that a holder of the key has made for the two addresses."""
+        if self._key is None or (self._allowed is not None and source.host in self._allowed):
+            return None
+        if RoomProof(self._key, source, self._own).fits(room):
+            return None
+        return f"bootstrap_room {room} proves nothing about the source {source} and {self._own}; {self._advice(source)}"
+
+    def _advice(self, source: ControlAddress) -> str:
         listed = "" if self._allowed is None else f" ({self._allowed})"
         return (
-            f"{_FIELD}.address_proof: {wrong}; this instance has a cluster key and dials only what a router with the same key"
-            f" has paired, or what its allow-list{listed} has: give the router the key, or add {source.host} with --allow"
+            "this instance has a cluster key and dials only what a router with the same key has paired, or what its "
+            f"allow-list{listed} has: give the router the key, or add {source.host} with --allow"
         )
 
 

@@ -169,10 +169,12 @@ def announcer_of(
     shape: Shape = ONE_RANK,
     dispatch: Dispatch = Dispatch.HANDOFF,
     bootstrap_port: int = 0,
+    is_hung: Callable[[], bool] = lambda: False,
 ) -> Announcer | None:
     """What registers an instance; None where it registers with no router: role `both` answers clients by itself.
 
-    `is_used` states whether a request has ever come; while none has, the announcer logs advice.
+    `is_used` states whether a request has ever come; while none has, the announcer logs advice. While `is_hung`, routers get no
+    registration.
     """
     kinds = {kind.word: kind for kind in InstanceType}
     if role not in kinds or not routers:
@@ -191,7 +193,7 @@ def announcer_of(
         dispatch=dispatch,
         bootstrap_port=bootstrap_port,
     )
-    return Announcer(registration, routers, heartbeat_s, is_used=is_used, cluster_key=cluster_key)
+    return Announcer(registration, routers, heartbeat_s, is_used=is_used, cluster_key=cluster_key, is_hung=is_hung)
 
 
 def answers(http_address: str) -> bool:

@@ -162,6 +162,7 @@ async def serve_engine(
         is_used=lambda: engine.stats().prompt_tokens_total > 0,
         cluster_key=trust.key,
         shape=Shape.parse(card.shape),
+        is_hung=lambda: driver.is_engine_hung,
     )
     if announcer is not None:
         announcer.start()

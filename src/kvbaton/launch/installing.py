@@ -126,6 +126,16 @@ class PeerEnvironment:
         digest = hashlib.blake2b(str(_PACKAGE).encode(), digest_size=6).hexdigest()
         return self.directory / "links" / digest
 
+    def variables(self) -> dict[str, str]:
+        """What its processes need in their environment: they find this very kvbaton, and reach no hub."""
+        return {
+            "PYTHONPATH": str(self.kvbaton_path),
+            "PYTHONPYCACHEPREFIX": str(self.directory / "bytecode"),
+            "PYTHONDONTWRITEBYTECODE": "",
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+        }
+
     def install_once(self, mark: str, what: str, cost: str, progress: Callable[[str], None], work: Callable[[], None]) -> None:
         """Have `work` install something, unless the file `mark` states that it was done; `cost` is shown before."""
 

@@ -16,10 +16,10 @@ from kvbaton.core.handoff import Outcome
 from kvbaton.core.timeline import Side
 from kvbaton.observe.transfer_report import TransferReport, size
 
-__all__ = ["Evidence", "Scrape", "HandoverVerdict", "from_answer", "from_metrics", "from_report", "from_usage", "judge"]
+__all__ = ["Evidence", "Scrape", "HandoffVerdict", "from_answer", "from_metrics", "from_report", "from_usage", "judge"]
 
 
-class HandoverVerdict(enum.StrEnum):
+class HandoffVerdict(enum.StrEnum):
     """What a piece of evidence, or all of them together, show."""
 
     HANDED_OVER = "handed over"
@@ -32,7 +32,7 @@ class Evidence:
     """What one place shows. One that `is_weak` counts only where no other place shows anything."""
 
     place: str
-    verdict: HandoverVerdict
+    verdict: HandoffVerdict
     text: str
     is_weak: bool = False
 
@@ -52,7 +52,7 @@ _FAILED: dict[str, Mapping[str, str]] = {
     "vllm:nixl_num_failed_transfers_total": {},
 }
 _NO_CHANGE = "no series of delivered hand-offs grew"
-_FAMILIES = ("kvbaton_handoffs", "vllm:kvbaton_", "vllm:nixl_", "vllm:external_prefix_cache")
+_FAMILIES = ("kvbaton_handoffs", "vllm:kvbaton_", "vllm:nixl_")
 
 
 class Scrape:
@@ -94,13 +94,13 @@ def from_answer(document: Mapping[str, Any]) -> Evidence | None:
         return None
     place = "the record in the answer"
     if record.get("recomputed"):
-        return Evidence(place, HandoverVerdict.NOT_HANDED_OVER, "the decode instance states that it computed the prompt again")
+        return Evidence(place, HandoffVerdict.NOT_HANDED_OVER, "the decode instance states that it computed the prompt again")
     if not record["handed_off"]:
-        return Evidence(place, HandoverVerdict.NOT_HANDED_OVER, "the decode instance states that it got no cache")
+        return Evidence(place, HandoffVerdict.NOT_HANDED_OVER, "the decode instance states that it got no cache")
     moved, transport = record.get("bytes_moved"), record.get("transport")
     how = f" over {transport}" if transport else ""
     bytes_text = f"; {size(moved)} were moved{how}" if isinstance(moved, int) else ""
-    return Evidence(place, HandoverVerdict.HANDED_OVER, f"the decode instance states that the cache landed{bytes_text}")
+    return Evidence(place, HandoffVerdict.HANDED_OVER, f"the decode instance states that the cache landed{bytes_text}")
 
 
 def from_usage(document: Mapping[str, Any]) -> Evidence | None:
@@ -114,7 +114,7 @@ def from_usage(document: Mapping[str, Any]) -> Evidence | None:
     if not isinstance(usage, Mapping) or not isinstance(cached, int):
         return None
     text = f"cached_tokens is {cached} of {usage.get('prompt_tokens')}, for a prompt that was sent for the first time"
-    verdict = HandoverVerdict.HANDED_OVER if cached > 0 else HandoverVerdict.NOT_HANDED_OVER
+    verdict = HandoffVerdict.HANDED_OVER if cached > 0 else HandoffVerdict.NOT_HANDED_OVER
     return Evidence("the usage in the answer", verdict, text, is_weak=True)
 
 
@@ -123,10 +123,10 @@ def from_report(report: TransferReport) -> Evidence:
     ends = [end for handoff in report.handoffs for end in handoff.ends if end.side is Side.TARGET]
     place = f"the timeline of {report.transfer_id}"
     if ends and all(end.outcome is Outcome.DELIVERED for end in ends):
-        return Evidence(place, HandoverVerdict.HANDED_OVER, report.sentence)
+        return Evidence(place, HandoffVerdict.HANDED_OVER, report.sentence)
     if any(end.outcome not in (None, Outcome.DELIVERED) for end in ends):
-        return Evidence(place, HandoverVerdict.NOT_HANDED_OVER, report.sentence)
-    return Evidence(place, HandoverVerdict.UNKNOWN, report.sentence)
+        return Evidence(place, HandoffVerdict.NOT_HANDED_OVER, report.sentence)
+    return Evidence(place, HandoffVerdict.UNKNOWN, report.sentence)
 
 
 def from_metrics(scrapes: Mapping[str, tuple[Scrape, Scrape]]) -> list[Evidence]:
@@ -135,32 +135,32 @@ def from_metrics(scrapes: Mapping[str, tuple[Scrape, Scrape]]) -> list[Evidence]
     One of several instances has served the request: where one shows a delivery, no change at the others shows nothing.
     """
     found = [_change(f"the metrics at {where}", *both) for where, both in scrapes.items()]
-    if not any(each.verdict is HandoverVerdict.HANDED_OVER for each in found):
+    if not any(each.verdict is HandoffVerdict.HANDED_OVER for each in found):
         return found
-    return [replace(each, verdict=HandoverVerdict.UNKNOWN) if each.text == _NO_CHANGE else each for each in found]
+    return [replace(each, verdict=HandoffVerdict.UNKNOWN) if each.text == _NO_CHANGE else each for each in found]
 
 
 def _change(place: str, before: Scrape, after: Scrape) -> Evidence:
     if before.is_empty:
-        return Evidence(place, HandoverVerdict.UNKNOWN, "it has no metrics")
-    if not before.counts_handoffs:
-        return Evidence(place, HandoverVerdict.NOT_HANDED_OVER, "no series of a connector: this engine runs without one")
+        return Evidence(place, HandoffVerdict.UNKNOWN, "it has no metrics")
     grown, failed = (
         [name for name, labels in names.items() if after.total(name, labels) > before.total(name, labels)]
         for names in (_DELIVERED, _FAILED)
     )
     if failed:
-        return Evidence(place, HandoverVerdict.NOT_HANDED_OVER, f"{', '.join(failed)} grew")
+        return Evidence(place, HandoffVerdict.NOT_HANDED_OVER, f"{', '.join(failed)} grew")
     if grown:
-        return Evidence(place, HandoverVerdict.HANDED_OVER, f"{', '.join(grown)} grew")
-    return Evidence(place, HandoverVerdict.NOT_HANDED_OVER, _NO_CHANGE)
+        return Evidence(place, HandoffVerdict.HANDED_OVER, f"{', '.join(grown)} grew")
+    if not before.counts_handoffs:
+        return Evidence(place, HandoffVerdict.NOT_HANDED_OVER, "no series of a connector: this engine runs without one")
+    return Evidence(place, HandoffVerdict.NOT_HANDED_OVER, _NO_CHANGE)
 
 
-def judge(found: Iterable[Evidence]) -> HandoverVerdict:
+def judge(found: Iterable[Evidence]) -> HandoffVerdict:
     """One verdict: any place that shows a prompt computed again outweighs the others."""
-    known = [each for each in found if each.verdict is not HandoverVerdict.UNKNOWN]
+    known = [each for each in found if each.verdict is not HandoffVerdict.UNKNOWN]
     counted = [each for each in known if not each.is_weak] or known
     if not counted:
-        return HandoverVerdict.UNKNOWN
-    is_handed_over = all(each.verdict is HandoverVerdict.HANDED_OVER for each in counted)
-    return HandoverVerdict.HANDED_OVER if is_handed_over else HandoverVerdict.NOT_HANDED_OVER
+        return HandoffVerdict.UNKNOWN
+    is_handed_over = all(each.verdict is HandoffVerdict.HANDED_OVER for each in counted)
+    return HandoffVerdict.HANDED_OVER if is_handed_over else HandoffVerdict.NOT_HANDED_OVER

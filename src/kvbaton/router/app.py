@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable
 
@@ -24,6 +25,7 @@ from kvbaton.router.routed import Rings, RoutedTransfers
 from kvbaton.router.routes import HttpRoutes
 from kvbaton.router.settings import RouterSettings
 from kvbaton.router.slots import SlotBook
+from kvbaton.router.tracing import RequestTracing, is_traced, make_provider
 
 __all__ = ["MAX_SLOTS", "RouterCore", "new_board", "serve_router"]
 
@@ -48,6 +50,9 @@ class RouterCore:
         chooser = Chooser(settings, registry, Loads(board, row, COLUMNS), self.slots)
         self.dispatcher = Dispatcher(settings, registry, chooser, self.upstream, self.metrics, routed)
         handoffs = HandoffPages(registry, self.upstream, routed, settings)
+        if is_traced(os.environ):
+            dropped = lambda: self.metrics.add("untraced_handoffs")  # noqa: E731
+            self.dispatcher.tracing = RequestTracing(make_provider(), handoffs.report, dropped)
         self.routes = HttpRoutes(settings, registry, self.dispatcher, self.upstream, self.metrics, handoffs)
         self.server = HttpServer(settings, self.routes.check_head, self.routes.handle, self.routes.count)
 
@@ -74,6 +79,8 @@ class RouterCore:
             _logger.warning("router: %d connections were still busy and are closed now", len(self.server))
         self.server.close()
         self.routes.close()
+        if self.dispatcher.tracing is not None:
+            await self.dispatcher.tracing.close()
         await self.upstream.close()
 
 

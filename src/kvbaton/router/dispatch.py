@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from kvbaton.discovery.messages import Dispatch, InstanceType, TransferMode
 from kvbaton.discovery.registry import Registry
 from kvbaton.errors import BadRequest, PeerError
+from kvbaton.observe.trace_context import TraceContext, parse_traceparent
 from kvbaton.router.answers import error_event, error_response
 from kvbaton.router.attempt import Attempt, Failure
 from kvbaton.router.bodies import ClientBody, parse_body
@@ -34,6 +35,7 @@ from kvbaton.router.request_queue import ClientShare, QueuedRequest, RequestQueu
 from kvbaton.router.routed import RoutedTransfers
 from kvbaton.router.settings import RouterSettings
 from kvbaton.router.shown import hide_details, hide_in_events
+from kvbaton.router.tracing import RequestSpan, RequestTracing
 from kvbaton.wire.log_limit import LogLimit, shown
 
 __all__ = ["BOOTSTRAP_PATHS", "COMPLETION_PATHS", "Dispatcher", "Exchange"]
@@ -57,6 +59,7 @@ _EVENT_END = b"\n\n"
 _LINE_END = b"\n"
 _ID_BYTES = 64
 _MOST_HELD_BYTES = 64 * 1024
+_TRACE_HEADERS = frozenset((b"traceparent", b"tracestate"))
 # Other statuses (4xx, 501) would be the same on every instance.
 _TRIED_AGAIN = frozenset((500, 502, 503, 504))
 
@@ -72,6 +75,7 @@ class Dispatcher:
     metrics: RouterMetrics
     routed: RoutedTransfers
     clock: Callable[[], float] = time.monotonic
+    tracing: RequestTracing | None = None
 
     def __post_init__(self) -> None:
         settings = self.settings
@@ -145,12 +149,22 @@ class Dispatcher:
         self.queue.sweep(now)
         self.queue.wake(now)
 
-    def forwarded_lines(self, request: HttpRequest) -> bytes:
-        """The client's headers that instances may see, as lines."""
+    def read_trace(self, request: HttpRequest) -> TraceContext | None:
+        """The trace of the client. A header that is malformed is counted, and no instance sees it; the request goes on."""
+        header = request.headers.get(b"traceparent")
+        if header is None:
+            return None
+        context = parse_traceparent(header)
+        if context is None:
+            self.metrics.add("malformed_traces")
+        return context
+
+    def forwarded_lines(self, request: HttpRequest, without: frozenset[bytes] = frozenset()) -> bytes:
+        """The client's headers that instances may see, but those in `without`, as lines."""
         headers = request.headers
         if self._forwarded_names.isdisjoint(headers):
             return self._instance_lines
-        found = [b"%b: %b\r\n" % (name, headers[name]) for name in self._forwarded if name in headers]
+        found = [b"%b: %b\r\n" % (name, headers[name]) for name in self._forwarded if name in headers and name not in without]
         if self._replaces_authorization:
             found = [line for line in found if not line.startswith(b"authorization:")]
         return self._instance_lines + b"".join(found)
@@ -200,10 +214,17 @@ class Exchange:
     _is_waiting: bool = False
     _is_held_back: bool = False
     _is_over: bool = False
+    _span: RequestSpan | None = None
+    _has_bad_trace: bool = False
 
     def __post_init__(self) -> None:
         self._arrived = self._dispatcher.clock()
         self._hides = not self._dispatcher.shows_details
+        tracing, has_trace = self._dispatcher.tracing, b"traceparent" in self._request.headers
+        if has_trace or tracing is not None:
+            context = self._dispatcher.read_trace(self._request)
+            self._has_bad_trace = has_trace and context is None
+            self._span = None if tracing is None else tracing.begin(context, self._request.path)
 
     def begin(self) -> None:
         """Read the request and find it a pair."""
@@ -329,6 +350,8 @@ class Exchange:
         """Send an error event in mid-stream, try again, or answer with the failure."""
         self._attempt = None
         self._note(failure)
+        if self._span is not None:
+            self._span.fail_attempt(f"{failure.side.word} {failure.cause}")
         if self._has_begun:
             gap = b"" if self._last.endswith(_EVENT_END) else _EVENT_END
             message = self._shown(f"{failure.cause}; send the request again")
@@ -457,9 +480,11 @@ class Exchange:
             dispatcher.metrics.add("retries")
         if seats.pair.prefill is None:
             dispatcher.metrics.add("local_prefills")
-        forwarded = dispatcher.forwarded_lines(request) + self.share.lines
+        forwarded = self._forwarded() + self.share.lines
         try:
             job = self._pair_request = new_pair_request(request.path, self._body, seats.pair, forwarded, dispatcher.digits)
+            if self._span is not None:
+                self._span.describe_attempt(job)
             self._id_prefix = job.pair.template.id_prefix
             self._rewrites = self._hides or bool(self._id_prefix)
             self._answer_lines = job.answer_lines(self._client_request_id(), dispatcher.shows_details)
@@ -472,6 +497,17 @@ class Exchange:
             self._attempt = None
             seats.leave()
             raise
+
+    def _forwarded(self) -> bytes:
+        """The client's headers that the instances of an attempt see; where there are spans, the attempt's is their parent."""
+        dispatcher, request = self._dispatcher, self._request
+        if self._has_bad_trace:
+            lines = dispatcher.forwarded_lines(request, _TRACE_HEADERS)
+        elif self._span is not None:
+            lines = dispatcher.forwarded_lines(request, frozenset((b"traceparent",)))
+        else:
+            return dispatcher.forwarded_lines(request)
+        return lines if self._span is None else lines + self._span.begin_attempt()
 
     def _client_request_id(self) -> str:
         if b"x-request-id" not in self._request.headers:
@@ -553,6 +589,8 @@ class Exchange:
         if answer.retry_after is not None and is_header_value(answer.retry_after):
             lines += head_lines({"Retry-After": answer.retry_after})
         content = answer.content.replace(self._id_prefix, b"") if self._id_prefix else answer.content
+        if self._span is not None:
+            self._span.answered(answer.status)
         if not self._dispatcher.shows_details:
             content = hide_details(content)
         self._finish()
@@ -563,6 +601,8 @@ class Exchange:
 
     def _send(self, response: Response) -> None:
         lines = self._answer_lines + head_lines(response.headers)
+        if self._span is not None:
+            self._span.answered(response.status)
         self._finish()
         self._connection.send_raw(response.status, response.content_type, response.body, lines)
 
@@ -576,4 +616,6 @@ class Exchange:
     def _finish(self) -> None:
         if not self._is_over:
             self._is_over = True
+            if self._span is not None:
+                self._span.end()
             self._dispatcher.finished(self.share, self.sequences, self._is_running)

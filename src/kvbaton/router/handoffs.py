@@ -19,7 +19,7 @@ from kvbaton.core.handoff import MAX_TRANSFER_ID
 from kvbaton.discovery.registry import Instance, Registry
 from kvbaton.errors import PeerError, PeerRefused, ProtocolError
 from kvbaton.observe.records import InstanceRecord
-from kvbaton.observe.transfer_report import SideAnswer, build_report
+from kvbaton.observe.transfer_report import SideAnswer, TransferReport, build_report
 from kvbaton.router.answers import error_response, json_response
 from kvbaton.router.http.messages import HttpRequest, InstanceAnswer, Response
 from kvbaton.router.http.upstream import Upstream, fetch
@@ -84,12 +84,25 @@ class HandoffPages:
         if pair.prefill is None:
             message = f"{transfer_id} was not handed off: decode instance {pair.decode.http_address} prefilled it by itself"
             return error_response(404, message, code="handoff_not_found", param="transfer_id")
-        source, target = await asyncio.gather(self._ask(pair.prefill, transfer_id), self._ask(pair.decode, transfer_id))
+        source, target = await self._ask_both(transfer_id, pair.prefill, pair.decode)
         if source.record is None and target.record is None:
             message = f"no record of {transfer_id}: {source.name}: {source.problem}; {target.name}: {target.problem}"
             return error_response(404, message, code="handoff_not_found", param="transfer_id")
-        story = await asyncio.to_thread(build_report, transfer_id, source, target)
-        return json_response(story)
+        report = await asyncio.to_thread(build_report, transfer_id, source, target)
+        return json_response(report)
+
+    async def report(self, transfer_id: str) -> TransferReport | None:
+        """What both instances have noted of a transfer; None where neither has noted anything, or it is not known here."""
+        routed = self._routed.get(transfer_id)
+        if routed is None or routed.pair.prefill is None:
+            return None
+        source, target = await self._ask_both(transfer_id, routed.pair.prefill, routed.pair.decode)
+        if source.record is None and target.record is None:
+            return None
+        return await asyncio.to_thread(build_report, transfer_id, source, target)
+
+    async def _ask_both(self, transfer_id: str, prefill: Instance, decode: Instance) -> tuple[SideAnswer, SideAnswer]:
+        return await asyncio.gather(self._ask(prefill, transfer_id), self._ask(decode, transfer_id))
 
     async def _ask(self, instance: Instance, transfer_id: str) -> SideAnswer:
         """The record of an instance; never raises for anything that the instance does."""

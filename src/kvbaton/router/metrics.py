@@ -37,6 +37,8 @@ _COUNTERS = {
     "queue_timeouts": "Requests that waited too long for a free instance",
     "queue_refusals": "Requests that found the queue full",
     "unauthorized": "Requests without a valid key",
+    "malformed_traces": "Requests whose traceparent cannot be read; they were served without it",
+    "untraced_handoffs": "Hand-offs of recorded traces that got no spans, because too many were under way or none was noted",
     "quarantines": "Times that an instance was put aside because it could not be reached",
     "messages": "",
 }

@@ -8,14 +8,15 @@ import secrets
 import msgspec
 
 from kvbaton.core.addresses import ControlAddress, in_url
+from kvbaton.core.auth import MAX_ROOM_NUMBER
 from kvbaton.core.handoff import room_transfer_id
 from kvbaton.discovery.registry import Instance
 from kvbaton.router.bodies import ClientBody, bootstrap_body, decode_body, plain_body, prefill_body, transfer_params
+from kvbaton.router.pair_template import PairTemplate
 from kvbaton.router.policy import InstancePair
 
 __all__ = ["Digits", "PairRequest", "new_pair_request"]
 
-_ROOM_BITS = 63
 _ID_DIGITS = 32
 _DRAWN_BYTES = 2048
 
@@ -26,6 +27,8 @@ class Digits:
     def __init__(self) -> None:
         self._drawn = ""
         self._next = 0
+        # Counted, not drawn: a number of 31 bits would soon be drawn twice. Routers and their processes start apart.
+        self._room = secrets.randbelow(MAX_ROOM_NUMBER)
 
     def take(self) -> str:
         """32 digits that were not returned before."""
@@ -34,6 +37,11 @@ class Digits:
             self._drawn, start = os.urandom(_DRAWN_BYTES).hex(), 0
         self._next = start + _ID_DIGITS
         return self._drawn[start : start + _ID_DIGITS]
+
+    def room(self, template: PairTemplate) -> int:
+        """A room that was not returned before."""
+        self._room = self._room % MAX_ROOM_NUMBER + 1
+        return template.room(self._room)
 
 
 class PairRequest(msgspec.Struct, frozen=True):
@@ -110,12 +118,7 @@ def new_pair_request(path: str, body: ClientBody, pair: InstancePair, forwarded:
     rooms: list[int] | int = 0
     if pair.is_bootstrap:
         batch = body.batch_size()
-        rooms = _new_room() if batch is None else [_new_room() for _ in range(batch)]
+        rooms = digits.room(pair.template) if batch is None else [digits.room(pair.template) for _ in range(batch)]
     # SGLang's instances know a request by its room alone, so its transfer id is made of that.
     transfer_id = room_transfer_id(rooms) if isinstance(rooms, int) and rooms else f"tx-{digits.take()}"
     return PairRequest(path, body, pair, transfer_id, lines, rooms)
-
-
-def _new_room() -> int:
-    """Never 0: SGLang takes that as no room."""
-    return secrets.randbits(_ROOM_BITS) or 1

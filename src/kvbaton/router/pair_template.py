@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 from typing import Any
 
 import msgspec
 
 from kvbaton.config import CLIENT_HEADER, HTTP_KEY_HEADER, http_token
-from kvbaton.core.addresses import make_request_id
-from kvbaton.core.auth import AddressProof
+from kvbaton.core.addresses import ControlAddress, make_request_id
+from kvbaton.core.auth import AddressProof, RoomProof
 from kvbaton.discovery.messages import TransferMode, is_p2p_address, peer_address
 from kvbaton.discovery.registry import Instance
 from kvbaton.router.http.messages import head_lines
@@ -45,7 +46,7 @@ class PairTemplate:
     """
 
     __slots__ = (
-        "_proof", "answer_lines", "decode_head", "id_prefix", "prefill_head", "prefill_params", "push_params",
+        "_proof", "_rooms", "answer_lines", "decode_head", "id_prefix", "prefill_head", "prefill_params", "push_params",
         "source_dp_size", "source_is_p2p",
     )  # fmt: skip
 
@@ -65,6 +66,7 @@ class PairTemplate:
         self.source_is_p2p = False
         self.id_prefix = b""
         self._proof: AddressProof | None = None
+        self._rooms: RoomProof | None = None
         if prefill is not None:
             in_push = decode.transfer_mode is TransferMode.WRITE
             self.prefill_head = _head(prefill, prefill_rank)
@@ -74,16 +76,29 @@ class PairTemplate:
             self.source_is_p2p = is_p2p_address(prefill.zmq_address)
             self.id_prefix = make_request_id(prefill.zmq_address, decode.zmq_address, "").encode()
             if cluster_key is not None:
-                ends = (peer_address(each.zmq_address) for each in (prefill, decode))
-                self._proof = AddressProof(cluster_key, *ends)
+                source, target = (peer_address(each.zmq_address) for each in (prefill, decode))
+                self._proof = AddressProof(cluster_key, source, target)
+                self._rooms = RoomProof(cluster_key, _bootstrap_address(prefill), target)
 
     def address_proof(self, transfer_id: str) -> str:
         """The proof that this router has paired the two for this transfer; empty without a key."""
         return "" if self._proof is None else self._proof.of(transfer_id)
 
+    def room(self, number: int) -> int:
+        """A room in which the two meet: with a key, that of the number, and a proof of the pair. Never 0, which means none."""
+        return (secrets.randbits(63) or 1) if self._rooms is None else self._rooms.room(number)
+
     def request_id_line(self, tail: str) -> bytes:
         """The header that names both control addresses; `tail` is 32 lowercase hex digits that make the id unique."""
         return b"X-Request-Id: %b%b\r\n" % (self.id_prefix, tail.encode())
+
+
+def _bootstrap_address(prefill: Instance) -> ControlAddress:
+    """What an SGLang instance takes for the address of its source: it gets a host and one port (`bootstrap_payload`)."""
+    if port := prefill.registration.bootstrap_port:
+        return ControlAddress.of(prefill.http_address.rpartition(":")[0].removeprefix("[").removesuffix("]"), port)
+    address = peer_address(prefill.zmq_address)
+    return ControlAddress.of(address.host, address.handshake)
 
 
 def instance_lines(settings: RouterSettings) -> bytes:

@@ -37,6 +37,9 @@ _MODELS_TIMEOUT_S = 10.0
 _MODELS_BYTES = 4 * 1024 * 1024
 _RETRY_AFTER = {"Retry-After": "2"}
 _OPEN_TO_ALL = frozenset(("/health", "/ready", "/readiness", "/metrics", "/"))
+_DESCRIBED = (
+    "type", "http_address", "zmq_address", "dp_size", "tp_size", "transfer_mode", "model", "fingerprint", "incarnation",
+)  # fmt: skip
 
 Page = Callable[[HttpRequest], Response | Awaitable[Response]]
 
@@ -228,17 +231,7 @@ def _wrong_method(request: HttpRequest, allowed: str) -> Response:
 
 
 def _described(registration: Registration) -> dict[str, Any]:
-    return {
-        "type": registration.type,
-        "http_address": registration.http_address,
-        "zmq_address": registration.zmq_address,
-        "dp_size": registration.dp_size,
-        "tp_size": registration.tp_size,
-        "transfer_mode": registration.transfer_mode,
-        "model": registration.model,
-        "fingerprint": registration.fingerprint,
-        "incarnation": registration.incarnation,
-    }
+    return {name: getattr(registration, name) for name in _DESCRIBED}
 
 
 def _load_page() -> dict[str, bytes]:

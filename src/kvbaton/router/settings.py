@@ -43,10 +43,23 @@ _OPTIONAL_COUNTS = ("max_per_prefill", "max_per_decode", "max_per_client", "queu
 
 @dataclass(frozen=True, slots=True)
 class RouterOptions:
-    """How instances are chosen and how long the router waits for what. The command line reads its options off this class.
+    """Where the router listens, how it chooses and how long it waits. The command line reads its options off this class.
 
     Parameters
     ----------
+    host
+        where to listen.
+    port
+        port of the OpenAI-compatible API and the page.
+    discovery_port
+        port on which instances register.
+    instances_file
+        JSON list of instances that do not register by themselves; read again when it changes.
+    processes
+        how many processes serve the port together.
+    show_details
+        show clients which instances served them, how many prompt tokens were cached, timelines, /instances and /handoffs. By
+        default only without API keys: with keys, one client could learn what another has sent.
     prefill_policy
         how the prefill instance is chosen: in turn, the one with the fewest requests, or the one that has seen the prompt's
         beginning (or the client's `X-Session-Id`) before.
@@ -81,6 +94,12 @@ class RouterOptions:
         requests in flight have so long to end when the router is asked to stop.
     """
 
+    host: str = "127.0.0.1"
+    port: int = 8000
+    discovery_port: int = 8001
+    instances_file: Path | None = None
+    processes: int = 1
+    show_details: bool | None = None
     prefill_policy: PolicyName = "least_loaded"
     decode_policy: PolicyName = "least_loaded"
     max_per_prefill: int = 0
@@ -105,13 +124,9 @@ class RouterSettings(RouterOptions):
     transfer_mode:          instances of the other mode are refused; None takes both, and pairs instances of the same mode
     first_fixes_mode:       the first instance that is admitted fixes `transfer_mode`, if that is None
     p2p_mode:               the mode of instances that register as P2pNcclConnector does, without one; None skips them
-    instances_file:         a JSON list of instances that do not register by themselves; read again when it changes
-    processes:              how many processes serve the port together
     max_sequences:          requests of more sequences are answered 400
     api_keys:               clients must send one of these as a bearer token; without any, every client is admitted
     allow_hosts:            names under which browsers may open the page and call the API, besides loopback and IP addresses
-    show_details:           whether clients see which instances served them, `cached_tokens`, timelines, /instances and
-                            /handoffs; None only without `api_keys`
     instance_api_key:       sent to instances as a bearer token
     forward_headers:        headers of clients that instances see; Authorization only goes along without `api_keys`
     cluster_key:            only registrations that a holder of this key has sealed are taken; None takes all
@@ -129,18 +144,12 @@ class RouterSettings(RouterOptions):
     max_answer_bytes:       an instance's answer that is not streamed must be smaller than this
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
     discovery_host: str = "127.0.0.1"
-    discovery_port: int = 8001
     transfer_mode: TransferMode | None = None
     first_fixes_mode: bool = False
     p2p_mode: TransferMode | None = None
-    instances_file: Path | None = None
-    processes: int = 1
     max_sequences: int = 4096
     allow_hosts: tuple[str, ...] = ()
-    show_details: bool | None = None
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     instance_api_key: str | None = field(default=None, repr=False)
     cluster_key: bytes | None = field(default=None, repr=False)

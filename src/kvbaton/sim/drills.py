@@ -172,6 +172,65 @@ def _bad_grants(rng: random.Random) -> Script:
     return msgspec.structs.replace(script, requests=requests, faults=(fault,))
 
 
+def _retracted_under_way(rng: random.Random) -> Script:
+    """A prefill is preempted while orders to ranks and their reports are under way; nothing else happens."""
+    request = _request(rng, Mode.PUSH, tokens=rng.choice((2, 2, 3, 5)), chunk=1)
+    script = msgspec.structs.replace(_stage(rng, writes=rng.random() < 0.6, request=request), ranks=rng.choice((1, 1, 2)))
+    step_s = rng.choice((0.01, 0.02, 0.05))
+    prefill_s = -(-request.tokens // request.chunk) * script.layers * step_s
+    preempted = tuple(
+        Fault(FaultKind.PREEMPT, prefill_s * rng.uniform(0.3, 1.0), who="p0") for _ in range(rng.choice((1, 1, 2)))
+    )
+    return msgspec.structs.replace(
+        script,
+        faults=preempted,
+        step_s=step_s,
+        move_s=rng.choice((0.01, 0.05)),
+        uneven=8.0,
+        rank_lag_s=rng.choice((0.02, 0.05, 0.2)),
+        integrity=rng.choice((Integrity.OFF, Integrity.OFF, Integrity.FULL)),
+    )
+
+
+def _rank_stands_still(rng: random.Random) -> Script:
+    """One rank does nothing for a while, in the middle of a hand-off that is preempted, cancelled, or goes well otherwise."""
+    request = _request(rng, rng.choice((Mode.PUSH, Mode.PUSH, Mode.PULL)), retries=rng.choice((0, 1)))
+    script = msgspec.structs.replace(_stage(rng, writes=rng.random() < 0.5, request=request), step_s=0.02, ranks=2)
+    at_s = rng.uniform(*_moving(script))
+    who = rng.choice(("p0", "d0"))
+    paused = Fault(FaultKind.PAUSE_RANK, at_s, who=who, for_s=rng.choice((0.1, 1.0, 5.0)), number=rng.randint(0, 1))
+    kind = rng.choice((FaultKind.PREEMPT, FaultKind.CANCEL_SOURCE, FaultKind.CANCEL_TARGET, FaultKind.CRASH))
+    then = Fault(kind, at_s + rng.uniform(0.0, 0.1), who="p0", for_s=1.0)
+    return msgspec.structs.replace(script, faults=(paused, then), rank_lag_s=rng.choice((0.001, 0.05)))
+
+
+def _cancelled_while_granted(rng: random.Random) -> Script:
+    """A source ends what its target has queued, while the grant is on its way; the same id is tried again at once."""
+    first = _request(rng, Mode.PUSH, tokens=4, retries=0)
+    second = _request(rng, Mode.PUSH, tokens=4, at_s=0.05, retries=3, reuse_id=True, retry_after_s=rng.choice((0.005, 0.05)))
+    script = _stage(rng, writes=True, request=first)
+    freed_s = rng.uniform(0.8, 1.2)
+    slow_s = freed_s - rng.uniform(0.0, 0.2)
+    faults = (
+        Fault(FaultKind.SLOW, slow_s, who="d0", other="p0", for_s=0.4, number=1),
+        Fault(FaultKind.SLOW, slow_s, who="p0", other="d0", for_s=0.4, number=1),
+        Fault(FaultKind.CANCEL_SOURCE, freed_s - rng.uniform(0.0, 0.2), number=1),
+    )
+    return msgspec.structs.replace(
+        script, requests=(first, second), decode_blocks=4, decode_s=freed_s - 0.3, faults=faults, router_cancels=0.0
+    )
+
+
+def _released_again(rng: random.Random) -> Script:
+    """The release of one hand-off arrives again while the next one of the same id is being confirmed."""
+    request = _request(rng, rng.choice(list(Mode)), tokens=2, chunk=2, retries=0)
+    again = msgspec.structs.replace(request, at_s=rng.uniform(0.3, 0.6), steal_id=0)
+    script = _stage(rng, writes=rng.random() < 0.5, request=request)
+    slow = Fault(FaultKind.SLOW, 0.25, who="p0", other="d0", for_s=1.0, number=1)
+    replays = Fault(FaultKind.REPLAY, again.at_s, who="d0", other="p0", for_s=1.0, number=60)
+    return msgspec.structs.replace(script, requests=(request, again), faults=(slow, replays))
+
+
 DRILLS: tuple[Callable[[random.Random], Script], ...] = (
     _answers_to_an_earlier_attempt,
     _source_releases_unnoticed,
@@ -183,5 +242,10 @@ DRILLS: tuple[Callable[[random.Random], Script], ...] = (
     _target_engine_stops,
     _bad_grants,
     _replayed,
+    _retracted_under_way,
+    _retracted_under_way,
+    _cancelled_while_granted,
+    _released_again,
+    _rank_stands_still,
 )
-"""All drills."""
+"""All drills; one that is listed twice has twice as many seeds."""

@@ -129,13 +129,19 @@ class ExchangeBugs:
     """The classes of a run, and the mistake in them."""
 
     mistake: str = ""
+    rule: str = ""
+    """The rule that the mistake breaks."""
     table: Callable[[], MemoryTable] = lambda: MemoryTable(1.0, _MEMORIES)
     owner: type[_SimulatedOwner] = _SimulatedOwner
 
 
 EXCHANGE_PLANTS = {
-    "late-store": ExchangeBugs("write stored after the memory was withdrawn", table=_LateTable),
-    "early-notice": ExchangeBugs("notice kept before the bytes are stored", owner=_EarlyNotice),
+    "late-store": ExchangeBugs(
+        "write stored after the memory was withdrawn", "a byte changed after the memory was withdrawn", table=_LateTable
+    ),
+    "early-notice": ExchangeBugs(
+        "notice kept before the bytes are stored", "a notice is here before the bytes of its call", owner=_EarlyNotice
+    ),
 }
 """Mistakes that the checks must find."""
 

@@ -114,6 +114,7 @@ def _faults(script: Script, event: int) -> Iterator[Fault]:
         for rank in range(script.ranks):
             yield Fault(FaultKind.COPY_FAILS, at_event=event, who=who, number=rank)
             yield Fault(FaultKind.CORRUPT, at_event=event, who=who, number=rank)
+            yield Fault(FaultKind.PAUSE_RANK, at_event=event, who=who, number=rank, for_s=_LONG_S)
     yield Fault(FaultKind.SEVER, at_event=event, who="p0", other="d0", for_s=1.0)
     yield Fault(FaultKind.SEVER, at_event=event, who="p0", other="d0", for_s=_LONG_S)
     yield Fault(FaultKind.PREEMPT, at_event=event, who="p0")

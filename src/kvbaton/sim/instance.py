@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from msgspec import structs
 
 from kvbaton.agent.coordinator import Coordinator
-from kvbaton.agent.engine_port import EngineEvent
+from kvbaton.agent.engine_port import EngineEvent, SourceEnded
 from kvbaton.agent.rank import RankAgent
-from kvbaton.agent.rank_orders import CopyId, RankOrder, RankReport, RevokePeer
+from kvbaton.agent.rank_orders import CopyId, RankOrder, RankReport, RevokePeer, SpanMoved
+from kvbaton.agent.source import SourceRecord
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import Card, ProcessId, RankCard
 from kvbaton.core.grants import REACH
-from kvbaton.core.handoff import Executor, HandoffKey, Incarnation, Integrity, Mode, TransferId
-from kvbaton.core.messages import MAX_NUMBER, Announced, Confirmed, Grant, Message, Refused, Release, decode, encode
+from kvbaton.core.handoff import Executor, HandoffKey, Incarnation, Integrity, Mode, Outcome, TransferId
+from kvbaton.core.messages import MAX_NUMBER, Announced, ConfirmAsk, Confirmed, Grant, Message, Refused, Release, decode, encode
 from kvbaton.errors import KVBatonError, ProtocolError
 from kvbaton.sim.engine import SourceEngine, TargetEngine
 from kvbaton.sim.memory import RankMemory, SimBlockPool, make_layout
 from kvbaton.sim.network import Network
-from kvbaton.sim.transport import Fabric, SimRank, SimTransport
+from kvbaton.sim.transport import Fabric, FencingSimTransport, SimRank, SimTransport
 from kvbaton.sim.world import SimClock, SimProcess, World
 from kvbaton.transport.base import PeerRank
 
-__all__ = ["Bugs", "Cluster", "InstanceShape", "SimInstance"]
+__all__ = ["Bugs", "Cluster", "InstanceShape", "SimInstance", "SimRankLoop"]
 
 _WORK_S = 1e-4
 
@@ -63,11 +66,15 @@ class Cluster:
     one_host: bool
     unfenced_writes: bool
     settings: HandoffSettings = DEFAULT_HANDOFF
+    rank_lag_s: float = 0.0
+    """How long an order to a rank, or a report of one, is under way at most; 0: ranks live in the coordinator's process."""
     has_foreigners: bool = False
     """Whether frames may arrive that are no messages of ours; they are counted, not a violation."""
     instances: dict[str, SimInstance] = field(default_factory=dict)
     processes: dict[int, SimProcess] = field(default_factory=dict)
     confirmed: set[tuple[str, HandoffKey, int]] = field(default_factory=set)
+    released: set[tuple[str, HandoffKey, int]] = field(default_factory=set)
+    """Target, key and grant of every `Confirmed` and `Release` that was ever sent."""
     births: int = 0
 
     def arrive(self, address: str, frame: bytes, sender_address: str) -> None:
@@ -100,7 +107,7 @@ class _SimControl:
 
 
 class _SimRanks:
-    """Passes orders to the rank agents; their reports come back through a queue, each a little later."""
+    """Passes orders to the rank agents: at once, or to loops of their own, where they are under way for a while."""
 
     def __init__(self, instance: SimInstance) -> None:
         self._instance = instance
@@ -111,17 +118,87 @@ class _SimRanks:
 
     @property
     def holds_aux(self) -> bool:
-        return self._instance.agents[0].holds_aux
+        return self._instance.agents[0].holds_aux and not self._instance.loops
 
     def send(self, rank: int, order: RankOrder) -> None:
-        self._instance.agents[rank].handle(order)
+        if self._instance.loops:
+            self._instance.loops[rank].send(order)
+        else:
+            self._instance.agents[rank].handle(order)
 
     def send_all(self, order: RankOrder) -> None:
         if isinstance(order, RevokePeer) and self._instance.lose_revokes > 0:
             self._instance.lose_revokes -= 1
             return
-        for agent in self._instance.agents:
-            agent.handle(order)
+        for rank in range(len(self._instance.agents)):
+            self.send(rank, order)
+
+
+class SimRankLoop:
+    """A rank in a process of its own: orders and reports are under way for a while, each kind in order. It can stand still.
+
+    As in production, ranks do not wait for each other: one may have stopped a copy while another has yet to get the order.
+    """
+
+    def __init__(self, instance: SimInstance, agent: RankAgent, lag_s: float) -> None:
+        self._instance = instance
+        self._agent = agent
+        self._lag_s = lag_s
+        self.paused_until = 0.0
+        self.reports: list[RankReport] = []
+        self._orders_at = 0.0
+        self._reports_at = 0.0
+        self._wakes_at = math.inf
+
+    def send(self, order: RankOrder) -> None:
+        """The coordinator has written an order to the channel."""
+        world = self._instance.cluster.world
+        self._orders_at = max(self._orders_at, world.now + world.random.uniform(0.0, self._lag_s))
+        world.at(self._orders_at, self._instance.process, lambda: self._on_order(order))
+
+    def wake(self) -> None:
+        """The transport has completed something."""
+        self._turn(self._agent.poll)
+
+    def _on_order(self, order: RankOrder) -> None:
+        self._turn(lambda: self._agent.handle(order))
+
+    def _turn(self, work: Callable[[], None]) -> None:
+        """Take one turn of the loop, when it does not stand still; an error that has a name fails no other hand-off."""
+        world, process = self._instance.cluster.world, self._instance.process
+        if world.now < self.paused_until:
+            # Events at the same moment happen in the order in which they were put off: orders stay in order.
+            world.at(self.paused_until, process, lambda: self._turn(work))
+            return
+        try:
+            with contextlib.suppress(KVBatonError):
+                work()
+            self._agent.poll()
+        except Exception as error:  # noqa: BLE001 - whatever it is, a rank of production would not survive it
+            self._instance.fail(error)
+            return
+        self._flush()
+        self._arm()
+
+    def _flush(self) -> None:
+        world = self._instance.cluster.world
+        if self.reports:
+            reports, self.reports = self.reports, []
+            self._reports_at = max(self._reports_at, world.now + world.random.uniform(0.0, self._lag_s))
+            world.at(self._reports_at, self._instance.process, lambda: self._instance.on_reports(reports))
+
+    def _arm(self) -> None:
+        world, process = self._instance.cluster.world, self._instance.process
+        deadline = self._agent.next_deadline()
+        when = math.inf if deadline is None else max(world.now + 1e-6, process.clock.world(deadline))
+        when = min(when, world.now + _WORK_S) if self._agent.has_work else when
+        if when < self._wakes_at:
+            self._wakes_at = when
+            world.at(when, process, self._on_alarm)
+
+    def _on_alarm(self) -> None:
+        self._wakes_at = math.inf
+        self.wake()
 
 
 class SimInstance:
@@ -145,6 +222,8 @@ class SimInstance:
         self.bad_grants = 0
         self.dropped_total: Counter[str] = Counter()
         self._reports: deque[RankReport] = deque()
+        self.loops: list[SimRankLoop] = []
+        self._moved: dict[tuple[int, CopyId], set[int]] = {}
         self._events: deque[EngineEvent] = deque()
         self._tick_at = math.inf
         self._is_polling = False
@@ -155,7 +234,14 @@ class SimInstance:
         memories = [RankMemory(shape.blocks, shape.layers) for _ in range(shape.ranks)]
         layout = make_layout(shape.blocks, shape.layers)
         self.transports = [
-            SimTransport(cluster.fabric, self.process, PeerRank(self.incarnation, rank), memory, self.check_write, self.on_wake)
+            (SimTransport if cluster.fabric.library_writes else FencingSimTransport)(
+                cluster.fabric,
+                self.process,
+                PeerRank(self.incarnation, rank),
+                memory,
+                self.check_write,
+                partial(self._on_wake_of, rank),
+            )
             for rank, memory in enumerate(memories)
         ]
         self.agents = [
@@ -163,7 +249,7 @@ class SimInstance:
                 rank,
                 layout,
                 transport,
-                self._report,
+                partial(self._report, rank),
                 clock=self.local_now,
                 transfer_timeout=cluster.limits.transfer_timeout,
                 memory=transport.memory,
@@ -172,13 +258,16 @@ class SimInstance:
             )
             for rank, transport in enumerate(self.transports)
         ]
+        if cluster.rank_lag_s:
+            self.loops = [SimRankLoop(self, agent, cluster.rank_lag_s) for agent in self.agents]
         card = Card(
             incarnation=self.incarnation,
             model="tags",
             fingerprint="tags",
             shape=f"tp{shape.ranks}",
             ranks=tuple(
-                RankCard(rank, layout, (each.endpoint(),), each.memory.aux_area) for rank, each in enumerate(self.transports)
+                RankCard(rank, layout, (each.endpoint(),), None if self.loops else each.memory.aux_area)
+                for rank, each in enumerate(self.transports)
             ),
             process=ProcessId("host", pid, 1),
             defer_timeout=cluster.limits.defer_timeout,
@@ -214,10 +303,15 @@ class SimInstance:
         if isinstance(message, Grant) and isinstance(self.engine, TargetEngine):
             self.granted[message.key, message.grant] = self.engine.allocation(message.key)
             self._sequences[message.grant] = message.sequence
+        elif isinstance(message, ConfirmAsk):
+            self._check_moved(message)
         elif isinstance(message, Confirmed):
+            self._check_moved(message)
             self.cluster.confirmed.add((recipient, message.key, message.grant))
-        elif isinstance(message, Release) and (self.incarnation, message.key, message.grant) not in self.cluster.confirmed:
-            self.cluster.world.violate("confirmed before delivered", f"{self.process.name}: {message}")
+        elif isinstance(message, Release):
+            self.cluster.released.add((self.incarnation, message.key, message.grant))
+            if (self.incarnation, message.key, message.grant) not in self.cluster.confirmed:
+                self.cluster.world.violate("confirmed before delivered", f"{self.process.name}: {message}")
         if isinstance(message, Grant) and self.bad_grants > 0:
             self.bad_grants -= 1
             if self._send_bad_grant(address, recipient, message):
@@ -249,6 +343,8 @@ class SimInstance:
         self.lose_revokes = self.bad_grants = 0
         if isinstance(self.engine, TargetEngine):
             self.engine.refuse_next = 0
+        for loop in self.loops:
+            loop.paused_until = 0.0
         for transport in self.transports:
             transport.fail_next = transport.corrupt_next = 0
 
@@ -276,9 +372,24 @@ class SimInstance:
         else:
             self.send_frame(sender_address, "", Refused(reason))
 
-    def on_wake(self) -> None:
+    def _on_wake_of(self, rank: int) -> None:
         """A transport has completed something."""
-        self.guarded(self._poll)
+        if self.loops:
+            self.loops[rank].wake()
+        else:
+            self.guarded(self._poll)
+
+    def on_reports(self, reports: list[RankReport]) -> None:
+        """Reports of a rank in another process have arrived."""
+        self._reports += reports
+        self.guarded(lambda: None)
+
+    def pause_rank(self, rank: int, until: float) -> None:
+        """Let one rank stand still; ranks that live in the coordinator's process stand still with it."""
+        if self.loops:
+            self.loops[rank % len(self.loops)].paused_until = until
+        else:
+            self.process.paused_until = until
 
     def call_engine(self, work: Callable[[], object]) -> None:
         """Have the engine do something at its next step, which a hanging one takes when it goes on."""
@@ -308,8 +419,12 @@ class SimInstance:
         try:
             work()  # type: ignore[operator]
             self._drain()
-        except (KVBatonError, AssertionError, KeyError, ValueError) as error:
-            self.cluster.world.violate("exception", f"{self.process.name}: {type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is an error of ours
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """The code of this process has raised what it should not."""
+        self.cluster.world.violate("exception", f"{self.process.name}: {type(error).__name__}: {error}")
 
     def check_write(self, block: int, copy: CopyId) -> None:
         """A copy writes to a block of ours: only the hand-off that it was granted to may."""
@@ -322,38 +437,63 @@ class SimInstance:
             detail = f"{self.process.name}: block {block} of allocation {holder} was written for {copy} of {allowed}"
             self.cluster.world.violate("epoch", detail)
 
+    def _check_moved(self, message: ConfirmAsk | Confirmed) -> None:
+        """What this side executes is confirmed, and asked about, when every rank has moved all of it, and not before."""
+        live = self.coordinator.source.live if isinstance(message, Confirmed) else self.coordinator.target.live
+        record = live.get(message.key)
+        if record is None or (isinstance(record, SourceRecord) and not record.writes):
+            return
+        copy = CopyId(message.key, message.grant, message.generation)
+        done = [len(self._moved.get((rank, copy), ())) for rank in range(len(self.agents))]
+        if min(done) < len(record.spans):
+            detail = f"{self.process.name}: {done} of {len(record.spans)} spans are moved: {message}"
+            self.cluster.world.violate("confirmed after the last byte", detail)
+
+    def _check_released(self, event: EngineEvent) -> None:
+        """A source ends as delivered only when the target of that very grant has sent its release."""
+        if not isinstance(event, SourceEnded) or event.outcome is not Outcome.DELIVERED:
+            return
+        ends = [end for end in self.coordinator.source.ends() if end[1] == event.key]
+        if not ends or ends[-1] not in self.cluster.released:
+            self.cluster.world.violate("released by its target", f"{self.process.name}: {event.key} of {ends[-1:]}")
+
     def crash(self) -> None:
         """Die at once: nothing of this process happens any more."""
         self.process.is_alive = False
+        self.process.died_at = self.cluster.world.now
         self.cluster.network.forget(self.address)
         self.cluster.world.note(f"{self.process.name} dies")
         if self.cluster.instances.get(self.address) is self:
             del self.cluster.instances[self.address]
 
-    def _report(self, report: RankReport) -> None:
-        self._reports.append(report)
+    def _report(self, rank: int, report: RankReport) -> None:
+        if isinstance(report, SpanMoved):
+            self._moved.setdefault((rank, report.copy), set()).add(report.span)
+        (self.loops[rank].reports if self.loops else self._reports).append(report)
 
     def _poll(self) -> None:
         self._is_polling = False
-        for agent in self.agents:
+        for agent in self.agents if not self.loops else ():
             agent.poll()
 
     def _drain(self) -> None:
         """What the driver of production does after each turn: reports to the coordinator, events to the engine, the timer."""
         while self._reports or (self._events and not self.engine.is_silent):
             while self._reports:
-                self.coordinator.on_rank(self._reports.popleft())
+                self.coordinator.take_report(self._reports)
             while self._events and not self.engine.is_silent:
                 event = self._events.popleft()
                 self.cluster.world.note(f"{self.process.name}: {event}")
+                self._check_released(event)
                 self.engine.on_event(event)
-        if any(agent.has_work for agent in self.agents) and not self._is_polling:
+        if not self.loops and any(agent.has_work for agent in self.agents) and not self._is_polling:
             self._is_polling = True
-            self.cluster.world.after(_WORK_S, self.process, self.on_wake)
+            self.cluster.world.after(_WORK_S, self.process, lambda: self.guarded(self._poll))
         self._arm()
 
     def _arm(self) -> None:
-        moments = [self.coordinator.next_deadline(), *(agent.next_deadline() for agent in self.agents)]
+        moments = [self.coordinator.next_deadline()]
+        moments += [agent.next_deadline() for agent in self.agents if not self.loops]
         deadline = min((moment for moment in moments if moment is not None), default=None)
         if deadline is None:
             return

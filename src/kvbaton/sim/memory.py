@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvbaton.core.aux_area import AuxArea
@@ -63,12 +64,16 @@ class RankMemory:
         """Let the owner write one cell."""
         self.cells[layer * self.blocks + block] = cell
 
-    def sum(self, pieces: Pieces, value: int) -> int:
-        """Continue the checksum `value` over the tags of these cells, in order."""
-        for offset, count in pieces.tolist():
-            for cell in self.cells[offset : offset + count]:
-                value = zlib.crc32(repr(cell).encode(), value)
-        return value
+    def sums(self, pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
+        """The checksums over the tags of the cells of each part, in order; the first one continues `value`."""
+        sums, first = [], 0
+        for end in ends:
+            for offset, count in pieces[first:end].tolist():
+                for cell in self.cells[offset : offset + count]:
+                    value = zlib.crc32(repr(cell).encode(), value)
+            sums.append(value)
+            first, value = end, 0
+        return sums
 
     @property
     def aux_area(self) -> AuxArea:

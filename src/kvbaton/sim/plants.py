@@ -1,8 +1,9 @@
 """Planted bugs: one known mistake each, made by replacing table entries, effects or guards. The core has no switch.
 
-A simulator that does not catch them proves nothing; a test holds each to being caught within 2,000 seeds. A new plant is a
-subclass that overrides the one line of defence (a row, an effect, a check) and a `yield` in `_plants`; if no seed catches it,
-the simulator lacks the fault or the check that would, and that is what has to be added.
+A simulator that does not catch them proves nothing; a test holds each to being caught within 2,000 seeds, by the rule that it
+breaks. A new plant is a subclass that overrides the one line of defence (a row, an effect, a check) and a `yield` in `_plants`;
+if no seed catches it, the simulator lacks the fault or the check that would, and that is what has to be added. Every rule of
+`kvbaton.sim.world.RULES` is broken by a plant. `tools/mutants.py` makes hundreds of smaller mistakes by itself.
 """
 
 from __future__ import annotations
@@ -13,24 +14,26 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from kvbaton.agent.coordinator import Coordinator
-from kvbaton.agent.engine_port import Offer
-from kvbaton.agent.rank_orders import CopyFailed, CopyReport, SpanMoved
+from kvbaton.agent.engine_port import Landed, Offer, TargetEnded
+from kvbaton.agent.rank_orders import AuxRead, CloseCopy, CopyFailed, CopyReport, RankOrder, SpanMoved
 from kvbaton.agent.source import SourceRecord, SourceSide
 from kvbaton.agent.target import TargetRecord, TargetSide
 from kvbaton.core.handoff import Aux, Executor, HandoffKey, Incarnation, Span
-from kvbaton.core.lifecycle import TARGET, Row, SourceState, TargetEffect, TargetEvent, TargetState
-from kvbaton.core.messages import MAX_NUMBER, ConfirmAsk, Confirmed, Envelope, Grant, Heartbeat
+from kvbaton.core.lifecycle import TARGET, Row, SourceEvent, SourceState, TargetEffect, TargetEvent, TargetState
+from kvbaton.core.messages import MAX_NUMBER, ConfirmAsk, Confirmed, Envelope, Grant, Heartbeat, Over, Release
 from kvbaton.sim.engine import Fetch, Prefill, SourceEngine, TargetEngine
 from kvbaton.sim.instance import Bugs
+from kvbaton.sim.transport import SimRank
 
 __all__ = ["PLANTS", "Plant"]
 
 
 @dataclass(frozen=True, slots=True)
 class Plant:
-    """One mistake: its description, and the classes that make it."""
+    """One mistake: its description, the rule that it breaks, and the classes that make it."""
 
     mistake: str
+    rule: str
     bugs: Bugs
 
 
@@ -297,35 +300,151 @@ def _sides(source: type[SourceSide] = SourceSide, target: type[TargetSide] = Tar
     return Bugs(coordinator=type("PlantedCoordinator", (Coordinator,), {"source_side": source, "target_side": target}))
 
 
-def _plants() -> Iterator[tuple[str, str, Bugs]]:
-    yield "freed-before-acknowledgement", "block freed before the acknowledgement", _sides(target=_FreedBeforeAcknowledgement)
-    yield "freed-on-time-alone", "target freed on time alone", _sides(target=_FreedOnTimeAlone)
-    yield "epoch-not-checked", "epoch not checked", _sides(target=_EpochNotChecked)
-    yield "generation-not-checked", "generation not checked", _sides(source=_GenerationNotChecked)
-    yield "confirmed-before-read", "confirmation taken before the read", _sides(target=_ConfirmedBeforeRead)
-    yield "failed-overwritten", "failed overwritten by done", _sides(target=_FailedOverwritten)
-    yield "mapping-dropped", "mapping dropped at request end", _sides(source=_MappingDropped)
-    yield "deferred-for-ever", "deferred push never expiring", _sides(source=_DeferredForEver)
+class _MovedOfAnEarlierGeneration(SourceSide):
+    """Counts what was moved before a retraction as if it were of the generation that was computed since."""
+
+    def on_copy(self, report: CopyReport) -> None:
+        record = self.live.get(report.copy.key)
+        if isinstance(report, SpanMoved) and record is not None and record.open_copies.get(report.rank) == report.copy:
+            record.moved.setdefault(report.rank, set()).add(report.span)
+        super().on_copy(report)
+
+
+class _ReleasedByAnEarlierGrant(SourceSide):
+    """Takes a release of an earlier grant of the same key for one of this."""
+
+    def on_release(self, sender: Incarnation, release: Release) -> None:
+        record = self.live.get(release.key)
+        grant = release.grant if record is None else record.grant_number
+        super().on_release(sender, structs.replace(release, grant=grant))
+
+
+class _QuietByAnEarlierEnd(TargetSide):
+    """Takes an end from before the source had the grant for the promise that it never writes under that grant."""
+
+    def on_over(self, sender: Incarnation, over: Over) -> None:
+        record = self._unanswered(sender, over.key)
+        if record is not None and not over.grant:
+            record.peer_is_quiet = True
+        super().on_over(sender, over)
+
+
+class _LandedTwice(TargetSide):
+    """Lets decode start again when the source confirms again."""
+
+    def deliver(self, record: TargetRecord) -> None:
+        super().deliver(record)
+        if record.aux is not None and record.executor is Executor.SOURCE_WRITES:
+            self._engine(Landed(record.key, record.aux, self._stats(record)))
+
+
+class _DeliveredWithoutRelease(SourceSide):
+    """Takes its own confirmation for the delivery."""
+
+    def send_confirmation(self, record: SourceRecord) -> None:
+        super().send_confirmation(record)
+        self._timers.set(record.key, self._clock())
+
+    def _look_at(self, record: SourceRecord, now: float) -> None:
+        if record.is_confirmed and record.state is SourceState.SERVING:
+            self.step(record, SourceEvent.RELEASED)
+        else:
+            super()._look_at(record, now)
+
+
+class _ReleasedThenFailed(TargetSide):
+    """Releases its source, and fails for a reason of its own afterwards."""
+
+    table = TARGET.with_rows(
+        {
+            (TargetState.CONFIRMING, TargetEvent.CONFIRMED): Row(
+                TargetState.STOPPING, (TargetEffect.SEND_RELEASE, TargetEffect.QUARANTINE, TargetEffect.STOP_COPY)
+            )
+        }
+    )
+
+
+class _SlotKept(TargetSide):
+    """Takes a slot for every aux record that it has read, and gives only one of the two back."""
+
+    def on_aux_read(self, report: AuxRead) -> None:
+        super().on_aux_read(report)
+        if not self.aux_slots.refusal(1):
+            self.aux_slots.take()
+
+
+class _CopyNotClosed(SimRank):
+    """Keeps a copy open when its hand-off is over."""
+
+    def handle(self, order: RankOrder) -> None:
+        if not isinstance(order, CloseCopy):
+            super().handle(order)
+
+
+class _BlocksNotReturned(TargetEngine):
+    """Forgets the blocks of a request that ended without landing."""
+
+    def _on_ended(self, event: TargetEnded) -> None:
+        if (request := self.requests.get(event.key)) is not None:
+            request.blocks = []
+        super()._on_ended(event)
+
+
+class _FreedTwice(TargetEngine):
+    """Frees the blocks of a request when it fails, and again when that is reported."""
+
+    def _on_ended(self, event: TargetEnded) -> None:
+        if (request := self.requests.get(event.key)) is not None:
+            self.pool.release(request.blocks)
+        super()._on_ended(event)
+
+
+def _plants() -> Iterator[tuple[str, str, str, Bugs]]:
+    early = _sides(target=_FreedBeforeAcknowledgement)
+    yield "freed-before-acknowledgement", "block freed before the acknowledgement", "epoch", early
+    yield "freed-on-time-alone", "target freed on time alone", "epoch", _sides(target=_FreedOnTimeAlone)
+    yield "quiet-by-an-earlier-end", "end without the grant taken for quiet", "epoch", _sides(target=_QuietByAnEarlierEnd)
+    yield "epoch-not-checked", "epoch not checked", "confirmed before delivered", _sides(target=_EpochNotChecked)
+    yield "generation-not-checked", "generation not checked", "foreign byte", _sides(source=_GenerationNotChecked)
+    after = "confirmed after the last byte"
+    yield "confirmed-before-read", "confirmation taken before the read", after, _sides(target=_ConfirmedBeforeRead)
+    yield "completion-counted-twice", "duplicate completion counted twice", after, _sides(target=_CompletionCountedTwice)
+    yield "wrong-rank", "span counted for the wrong rank", after, _sides(target=_WrongRank)
+    moved = _sides(source=_MovedOfAnEarlierGeneration)
+    yield "moved-of-an-earlier-generation", "span of a retracted generation counted", after, moved
+    yield "failed-overwritten", "failed overwritten by done", "confirmed before delivered", _sides(target=_FailedOverwritten)
+    released = _sides(source=_ReleasedByAnEarlierGrant)
+    yield "released-by-an-earlier-grant", "grant of a release ignored", "released by its target", released
+    unreleased = _sides(source=_DeliveredWithoutRelease)
+    yield "delivered-without-release", "confirmation taken for the delivery", "released by its target", unreleased
+    yield "mapping-dropped", "mapping dropped at request end", "spurious failure", _sides(source=_MappingDropped)
+    yield "deferred-for-ever", "deferred push never expiring", "silent engine", _sides(source=_DeferredForEver)
     renewed = _sides(source=_SourceRenewedForEver, target=_TargetRenewedForEver)
-    yield "renewed-for-ever", "hand-off kept alive by heartbeats alone", renewed
-    yield "target-queued-for-ever", "no deadline while queued for memory", _sides(target=_TargetQueuedForEver)
-    yield "source-queued-for-ever", "no deadline while queued for a grant", _sides(source=_SourceQueuedForEver)
-    yield "target-trusts-agents", "hung engine of a source not noticed", _sides(target=_TargetTrustsAgents)
-    yield "source-trusts-agents", "hung engine of a target not noticed", _sides(source=_SourceTrustsAgents)
-    yield "completion-counted-twice", "duplicate completion counted twice", _sides(target=_CompletionCountedTwice)
-    yield "not-renewed-while-queued", "lease not renewed while queued", _sides(target=_NotRenewedWhileQueued)
-    yield "stale-incarnation", "stale incarnation accepted", Bugs(coordinator=_StaleIncarnation)
-    yield "late-grant", "late grant resurrecting a finished hand-off", _sides(source=_LateGrant)
-    yield "grant-leap", "grant number taken however far ahead", _sides(source=_GrantLeap)
-    yield "own-count", "stale grant repeated with the next number", _sides(target=_OwnCount)
-    yield "wrong-rank", "span counted for the wrong rank", _sides(target=_WrongRank)
-    yield "rank-failure-lost", "one rank's failure lost", _sides(target=_RankFailureLost)
-    yield "aux-not-counted", "aux not counted", _sides(target=_AuxNotCounted)
-    yield "sums-not-compared", "checksums not compared", _sides(target=_SumsNotCompared)
-    yield "published-early", "prefix published before landed", Bugs(target_engine=_PublishedEarly)
-    yield "retracted-accepted", "retracted chunk accepted", _sides(target=_RetractedAccepted)
-    yield "no-reserve", "last blocks held without a grant", Bugs(source_engine=_NoReserve)
+    yield "renewed-for-ever", "hand-off kept alive by heartbeats alone", "hard end", renewed
+    yield "target-queued-for-ever", "no deadline while queued for memory", "hard end", _sides(target=_TargetQueuedForEver)
+    yield "source-queued-for-ever", "no deadline while queued for a grant", "hard end", _sides(source=_SourceQueuedForEver)
+    yield "target-trusts-agents", "hung engine of a source not noticed", "silent engine", _sides(target=_TargetTrustsAgents)
+    yield "source-trusts-agents", "hung engine of a target not noticed", "silent engine", _sides(source=_SourceTrustsAgents)
+    unrenewed = _sides(target=_NotRenewedWhileQueued)
+    yield "not-renewed-while-queued", "lease not renewed while queued", "spurious failure", unrenewed
+    yield "stale-incarnation", "stale incarnation accepted", "heals", Bugs(coordinator=_StaleIncarnation)
+    yield "late-grant", "late grant resurrecting a finished hand-off", "resurrection", _sides(source=_LateGrant)
+    yield "grant-leap", "grant number taken however far ahead", "heals", _sides(source=_GrantLeap)
+    yield "own-count", "stale grant repeated with the next number", "heals", _sides(target=_OwnCount)
+    yield "rank-failure-lost", "one rank's failure lost", after, _sides(target=_RankFailureLost)
+    yield "aux-not-counted", "aux not counted", "foreign aux", _sides(target=_AuxNotCounted)
+    yield "sums-not-compared", "checksums not compared", "corrupt byte", _sides(target=_SumsNotCompared)
+    yield "published-early", "prefix published before landed", "half-landed prefix", Bugs(target_engine=_PublishedEarly)
+    yield "retracted-accepted", "retracted chunk accepted", "mixed generations", _sides(target=_RetractedAccepted)
+    yield "no-reserve", "last blocks held without a grant", "spurious failure", Bugs(source_engine=_NoReserve)
+    yield "landed-twice", "decode started twice", "one outcome", _sides(target=_LandedTwice)
+    yield "released-then-failed", "source released before the end", "legal pair", _sides(target=_ReleasedThenFailed)
+    yield "slot-kept", "aux slot not given back", "every slot is back", _sides(target=_SlotKept)
+    yield "copy-not-closed", "copy left open after its hand-off", "everything ends", Bugs(rank=_CopyNotClosed)
+    lost = Bugs(target_engine=_BlocksNotReturned)
+    yield "blocks-not-returned", "blocks of a failed request forgotten", "every block is back", lost
+    yield "freed-twice", "blocks of a failed request freed twice", "blocks conserved", Bugs(target_engine=_FreedTwice)
 
 
-PLANTS: dict[str, Plant] = {name: Plant(mistake, bugs) for name, mistake, bugs in _plants()}
+PLANTS: dict[str, Plant] = {name: Plant(mistake, rule, bugs) for name, mistake, rule, bugs in _plants()}
 """Name -> mistake."""

@@ -18,8 +18,9 @@ from kvbaton.sim.network import Network
 from kvbaton.sim.script import Fault, FaultKind, RequestScript, Script
 from kvbaton.sim.transport import Fabric
 from kvbaton.sim.world import SimClock, Violation, World
+from kvbaton.transport.base import LateWrites
 
-__all__ = ["LIMITS", "Result", "Run", "run_script"]
+__all__ = ["LIMITS", "UNFENCED_RULES", "Result", "Run", "run_script"]
 
 LIMITS = Limits(transfer_timeout=2.0, defer_timeout=4.0, stop_timeout=0.5, retry=0.1, queue_timeout=20.0)
 """Small, so that every deadline is met many times."""
@@ -30,11 +31,14 @@ _PROBE_AFTER_S = 30.0
 _HARD_END_SLACK = 1.05, 1.0
 """Factor (clocks drift) and seconds (a step of the engine, a message) by which a wait may exceed its cap."""
 
+_LOOK_S = 0.02
+"""How often hand-offs that stand still are looked for: caps are much longer, and the check is dear."""
+
 _DELAYED_S = 10.0
 """How long faults may hold a heartbeat up that was sent before an engine stopped."""
 
-_PROBED = frozenset({FaultKind.BAD_GRANT, FaultKind.REPLAY, FaultKind.SILENT_ENGINE, FaultKind.STUCK_ENGINE})
-"""Faults after which every pair has to serve one more request."""
+UNFENCED_RULES = frozenset({"epoch", "foreign byte", "mixed generations", "corrupt byte", "half-landed prefix"})
+"""What nothing promises where `--unfenced-writes` lets libraries write that cannot be fenced: a late byte may land anywhere."""
 
 _QUARANTINE = frozenset({SourceState.STOPPING, TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED})
 """States in which time alone ends nothing: copies that may still use the memory are waited for."""
@@ -51,6 +55,8 @@ class Result:
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
     timeline: list[tuple[float, str]] = field(default_factory=list)
     uses: set[tuple[int, str]] = field(default_factory=set)
+    broken_unpromised: Counter[str] = field(default_factory=Counter)
+    """How often rules did not hold that this set-up does not promise."""
 
 
 @dataclass(slots=True)
@@ -82,24 +88,39 @@ class Run:
         self.world = World(script.seed)
         self.world.timeline = [] if keep_timeline else None
         network = Network(self.world, lambda address, frame, sender: self.cluster.arrive(address, frame, sender))
-        fabric = Fabric(self.world, network, script.late_writes, script.move_s)
+        fabric = Fabric(self.world, network, script.late_writes, script.move_s, script.uneven, script.library_writes)
         settings = HandoffSettings(integrity=script.integrity, aux_channel=script.aux_channel)
         self.cluster = Cluster(
-            self.world, network, fabric, limits, bugs or Bugs(), script.one_host, script.unfenced_writes, settings
+            self.world,
+            network,
+            fabric,
+            limits,
+            bugs or Bugs(),
+            script.one_host,
+            script.unfenced_writes,
+            settings,
+            script.rank_lag_s,
         )
+        if script.library_writes and script.unfenced_writes:
+            self.world.not_promised |= UNFENCED_RULES
         self.faults: Counter[str] = Counter()
         self.all_instances: list[SimInstance] = []
         self.clients = [_Client(request, number) for number, request in enumerate(script.requests)]
         self.prompts: dict[int, tuple[SimInstance | None, SimInstance | None]] = {}
+        self.is_probed = any(fault.kind is not FaultKind.PREEMPT for fault in script.faults)
+        """Whether every pair has to serve one more request when all faults are over."""
         self.probes: list[_Client] = []
+        self.probed_from = 0
+        """The number of the first attempt of a probe; 0 before there is one."""
         self._stands: dict[str, dict[int, _LastMove]] = {}
+        self._look_at = 0.0
         self._attempts = 0
         self._key_of: dict[int, HandoffKey] = {}
         self._uses: Counter[HandoffKey] = Counter()
         self._pending = sorted(script.faults, key=lambda fault: fault.at_event)
-        # Preemption alone excuses no failure: the prompt is computed again, and its client gets its answer.
-        is_faulty = any(fault.kind is not FaultKind.PREEMPT for fault in script.faults)
-        self.is_disturbed = is_faulty or any(request.steal_id >= 0 for request in script.requests)
+        self.is_disturbed = False
+        """Whether a failure of any request is excused, whichever faults the script has."""
+        self._struck: list[Fault] = []
         self._live_grants: dict[str, set[tuple[str, int]]] = {}
         self._over_grants: dict[str, set[tuple[str, int]]] = {}
         for address in script.addresses:
@@ -112,7 +133,7 @@ class Run:
         for fault in self.script.faults:
             if fault.at_event < 0:
                 self.world.at(fault.at_s, None, partial(self._strike, fault))
-        if any(fault.kind in _PROBED for fault in self.script.faults):
+        if self.is_probed:
             self.world.at(self._quiet_at() + _PROBE_AFTER_S, None, self._probe)
         self.world.on_event.append(self._after_event)
         self.world.run(self._quiet_at() + _SETTLE_S, _MAX_EVENTS)
@@ -122,7 +143,9 @@ class Run:
         outcomes = self._check_pairs()
         timeline = self.world.timeline or []
         world = self.world
-        return Result(self.script, world.violations, world.events_total, self.faults, outcomes, timeline, world.uses)
+        result = Result(self.script, world.violations, world.events_total, self.faults, outcomes, timeline, world.uses)
+        result.broken_unpromised = world.broken_unpromised
+        return result
 
     # Set-up and requests.
 
@@ -206,8 +229,9 @@ class Run:
 
     def _attempt_failed(self, client: _Client, prompt: SimPrompt, by: SimInstance | None) -> None:
         """The router learns of a failure: it cancels the other side and tries again, as often as it may."""
-        if not self.is_disturbed:
-            self.world.violate("spurious failure", f"{prompt.key} failed although nothing went wrong")
+        if not self._is_excused(client):
+            reached = f"p{client.script.prefill} or d{client.script.decode}"
+            self.world.violate("spurious failure", f"{prompt.key} failed although no fault has reached {reached}")
         if client.is_over or client.attempts > prompt.number + client.script.retries or client.keys[-1] != prompt.key:
             return
         for side in self.prompts[prompt.number]:
@@ -217,6 +241,28 @@ class Run:
             client.is_over = False
             self.world.after(client.script.retry_after_s, None, lambda: self._attempt(client))
 
+    def _is_excused(self, client: _Client) -> bool:
+        """Whether a fault that has struck can have reached this request: at one of its two instances, or at itself.
+
+        Preemption excuses nothing: the prompt is computed again, and its client gets its answer. Where sources write and cannot
+        be fenced one by one, a fault at one of them may make a target register its memory anew, which fails others.
+        """
+        if self.is_disturbed or client in self.probes:
+            return True
+        script, key = client.script, client.keys[-1]
+        if any(other.script.steal_id >= 0 and key in other.keys for other in self.clients):
+            return True
+        ends = {f"p{script.prefill}", f"d{script.decode}"}
+        for fault in self._struck:
+            if fault.kind is FaultKind.PREEMPT:
+                continue
+            if fault.kind in (FaultKind.CANCEL_SOURCE, FaultKind.CANCEL_TARGET):
+                if key in self.clients[fault.number % len(self.clients)].keys:
+                    return True
+            elif self.script.late_writes is not LateWrites.IMPOSSIBLE or not ends.isdisjoint((fault.who, fault.other)):
+                return True
+        return False
+
     # Faults.
 
     def _after_event(self) -> None:
@@ -224,14 +270,18 @@ class Run:
             self._strike(self._pending.pop(0))
         while self._pending and self._pending[0].at_event < 0:
             self._pending.pop(0)
+        is_time = self.world.now >= self._look_at
+        self._look_at = self.world.now + _LOOK_S if is_time else self._look_at
         for instance in self.all_instances:
             if instance.process.is_alive:
                 instance.engine.pool.check()
                 self._check_no_resurrection(instance)
-                self._check_hard_end(instance)
+                if is_time:
+                    self._check_hard_end(instance)
 
     def _strike(self, fault: Fault) -> None:
         self.faults[fault.kind] += 1
+        self._struck.append(fault)
         self.world.note(f"FAULT {fault.kind} {fault.who} {fault.other} for {fault.for_s} s, {fault.number}")
         instance = self.cluster.instances.get(fault.who)
         link = self.cluster.network.link(fault.who, fault.other)
@@ -270,6 +320,8 @@ class Run:
                 )
             case FaultKind.PAUSE:
                 instance.process.paused_until = until
+            case FaultKind.PAUSE_RANK:
+                instance.pause_rank(fault.number, until)
             case FaultKind.CLOCK_JUMP:
                 instance.process.clock.offset += fault.for_s
             case FaultKind.COPY_FAILS:
@@ -306,6 +358,8 @@ class Run:
         At the second attempt at the latest: the first may be the one in which a target learns that its source has restarted.
         """
         self.cluster.network.faults.clear()
+        self.probed_from = self._attempts + 1
+        self.world.note("PROBE of every pair")
         for instance in self.cluster.instances.values():
             instance.heal()
         for prefill in range(self.script.prefills):

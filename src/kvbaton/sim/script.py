@@ -20,6 +20,7 @@ class FaultKind(enum.StrEnum):
     CRASH = "crash"
     RESTART = "restart"
     PAUSE = "pause"
+    PAUSE_RANK = "pause rank"
     CLOCK_JUMP = "clock jump"
     CUT = "cut"
     SEVER = "sever"
@@ -109,6 +110,12 @@ class Script(msgspec.Struct, frozen=True):
     """How much the targets of this run check."""
     aux_channel: AuxChannel = AuxChannel.CONTROL
     """How aux records travel in this run."""
+    library_writes: bool = False
+    """Whether writes are what the shipped libraries promise, and not what a transport could that fences."""
+    uneven: float = 1.0
+    """How many times slower every fourth batch of a transport is than the others."""
+    rank_lag_s: float = 0.0
+    """How long orders to ranks and their reports are under way at most; 0 where ranks live in their coordinator's process."""
 
     @property
     def addresses(self) -> list[str]:
@@ -149,7 +156,10 @@ def make_script(seed: int, *, faults: bool = True) -> Script:
         step_s=rng.choice((0.002, 0.02, 0.1)),
         integrity=rng.choice(list(Integrity)),
         aux_channel=rng.choice(list(AuxChannel)),
+        uneven=rng.choice((1.0, 1.0, 8.0)),
+        rank_lag_s=rng.choice((0.0, 0.001, 0.01, 0.1)),
     )
+    script = msgspec.structs.replace(script, library_writes=script.unfenced_writes and rng.random() < 0.5)
     if not is_disturbed:
         return script
     chosen = [_fault(rng, script) for _ in range(rng.randint(0, 6))]

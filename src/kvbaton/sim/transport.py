@@ -15,10 +15,13 @@ from kvbaton.sim.network import Network
 from kvbaton.sim.world import SimProcess, World
 from kvbaton.transport.base import AfterEvent, Batch, Completion, Direction, LateWrites, PeerRank, Ticket
 
-__all__ = ["Fabric", "SimRank", "SimTransport"]
+__all__ = ["Fabric", "FencingSimTransport", "SimRank", "SimTransport"]
 
 _SEVERED_POLL_S = 0.02
 """How often a batch looks whether its link is whole again, or it was cancelled."""
+
+_ORPHANED_S = 1.0
+"""How long a rank goes on after the process of its coordinator has died."""
 
 
 @dataclass(slots=True)
@@ -28,6 +31,7 @@ class _PostedBatch:
     copy: CopyId
     session: int
     moves: deque[tuple[int, int, int]]
+    pace: float = 1.0
     moved: int = 0
     cancelled: bool = False
     error: str = ""
@@ -41,11 +45,18 @@ class Fabric:
     network: Network
     late_writes: LateWrites
     move_s: float = 0.0005
+    uneven: float = 1.0
+    """How many times slower every fourth batch is, so that batches overtake each other."""
+    library_writes: bool = False
+    """Whether writers are as those that are shipped: what failed may land later, and no memory is registered anew."""
     ranks: dict[PeerRank, SimTransport] = field(default_factory=dict)
 
 
 class SimTransport:
-    """The transport of one rank. `allow(block, copy)` checks that a write is inside its epoch."""
+    """The transport of one rank. `allow(block, copy)` checks that a write is inside its epoch.
+
+    It does what the libraries do that write today: it can fence no peer.
+    """
 
     def __init__(
         self,
@@ -122,6 +133,8 @@ class SimTransport:
         owner = self._fabric.ranks.get(batch.peer)
         session = 0 if owner is None else owner._sessions.get(self._me, 0)  # noqa: SLF001
         posted = _PostedBatch(ticket, batch, copy, session, moves)
+        if self._fabric.uneven > 1.0 and self._fabric.world.random.random() < 0.25:
+            posted.pace = self._fabric.uneven
         self._fabric.world.use(f"post {self._where}")
         if self.fail_next > 0:
             self.fail_next -= 1
@@ -149,30 +162,26 @@ class SimTransport:
             if posted.batch.peer == peer:
                 posted.error = posted.error or "PeerLost: the session was torn down"
 
-    def fence_peer(self, peer: PeerRank, epoch: int) -> None:
-        self._peer_epochs[peer] = max(epoch, self._peer_epochs.get(peer, 0))
-
-    def reset_region(self, epoch: int) -> None:
-        self._epoch = max(epoch, self._epoch)
-
     def close(self) -> None:
         """Nothing to give back."""
 
     def _schedule(self, posted: _PostedBatch, is_severed: bool = False) -> None:
-        delay = _SEVERED_POLL_S if is_severed else self._fabric.move_s * self._fabric.world.random.uniform(0.2, 2.0)
+        delay = (
+            _SEVERED_POLL_S if is_severed else posted.pace * self._fabric.move_s * self._fabric.world.random.uniform(0.2, 2.0)
+        )
         when = max(self._fabric.world.now + delay, self.stall_until)
         mover = self._process if self.late_writes is LateWrites.IMPOSSIBLE else None
         self._fabric.world.at(when, mover, lambda: self._move(posted))
 
     def _move(self, posted: _PostedBatch) -> None:
         """Move one cell, or complete."""
-        if not self._process.is_alive or posted.ticket not in self._posted:
+        if not (self._process.is_alive or self._outlives_leader) or posted.ticket not in self._posted:
             return
         if posted.error or not posted.moves:
             self._complete(posted)
             return
         peer = self._fabric.ranks.get(posted.batch.peer)
-        is_severed = self._is_severed_from(peer)
+        is_severed = self._is_severed_from(peer) or (peer is not None and peer._has_yet_to_connect(self._me, posted))  # noqa: SLF001
         if peer is None or not peer._process.is_alive:  # noqa: SLF001
             posted.error = "PeerLost: the peer is gone"
         elif is_severed:
@@ -187,6 +196,13 @@ class SimTransport:
             self._complete(posted)
         else:
             self._schedule(posted, is_severed)
+
+    def _has_yet_to_connect(self, writer: PeerRank, posted: _PostedBatch) -> bool:
+        """Whether a write waits for its session: this rank may get the order to connect after the writer got the grant."""
+        is_write = posted.batch.direction is Direction.WRITE
+        if is_write and not posted.session:
+            posted.session = self._sessions.get(writer, 0)
+        return is_write and not posted.session
 
     def _is_severed_from(self, peer: SimTransport | None) -> bool:
         return peer is not None and self._fabric.network.is_severed(self.address, peer.address)
@@ -224,11 +240,35 @@ class SimTransport:
         is_open = writer in self._open_sessions and self._sessions.get(writer, 0) == posted.session
         return is_open or self.late_writes is LateWrites.UNFENCED
 
+    @property
+    def _outlives_leader(self) -> bool:
+        """Whether this rank has yet to notice that the process of its coordinator is dead."""
+        return self._fabric.library_writes and self._fabric.world.now < self._process.died_at + _ORPHANED_S
+
+    def _land_late(self, posted: _PostedBatch) -> None:
+        """What the library had on its way when the batch failed, or was cancelled, lands after all."""
+        peer = self._fabric.ranks.get(posted.batch.peer)
+        if peer is not None and posted.moves and posted.batch.direction is Direction.WRITE:
+            self._carry(posted, self, peer)
+
     def _complete(self, posted: _PostedBatch) -> None:
         del self._posted[posted.ticket]
+        if self._fabric.library_writes and posted.error:
+            late_s = self._fabric.world.random.choice((0.1, 1.0, 5.0))
+            self._fabric.world.after(late_s, None, lambda: self._land_late(posted))
         error = posted.error or ("cancelled" if posted.cancelled and posted.moves else "")
         self._done.append(Completion(posted.ticket, posted.moved, error, bool(error) and posted.cancelled))
         self._fabric.world.at(self._fabric.world.now, self._process, self._wake)
+
+
+class FencingSimTransport(SimTransport):
+    """One that can fence a peer, or all of them by registering its memory anew. No such writer is shipped."""
+
+    def fence_peer(self, peer: PeerRank, epoch: int) -> None:
+        self._peer_epochs[peer] = max(epoch, self._peer_epochs.get(peer, 0))
+
+    def reset_region(self, epoch: int) -> None:
+        self._epoch = max(epoch, self._epoch)
 
 
 class SimRank(RankAgent):

@@ -3,11 +3,47 @@
 from __future__ import annotations
 
 import heapq
+import math
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-__all__ = ["SimClock", "SimProcess", "Violation", "World"]
+from kvbaton.errors import Bug
+
+__all__ = ["HARNESS_RULES", "RULES", "SimClock", "SimProcess", "Violation", "World"]
+
+RULES: dict[str, str] = {
+    "foreign byte": "what is decoded was computed for this very request",
+    "foreign aux": "so was the aux record",
+    "corrupt byte": "with full checksums, no byte that changed in transit is decoded",
+    "mixed generations": "what is decoded was computed in one go",
+    "half-landed prefix": "no prefix is shared before it has landed",
+    "epoch": "nothing writes to a block but the hand-off that it was granted to",
+    "confirmed before delivered": "no target delivers what its source has not confirmed",
+    "confirmed after the last byte": "nothing is confirmed, or asked about, before all of it was moved",
+    "released by its target": "a source is delivered only when the target of that grant has released it",
+    "resurrection": "what has ended does not live again under the same grant",
+    "one outcome": "each side ends exactly once",
+    "legal pair": "the outcomes of the two sides are possible together",
+    "blocks conserved": "no block is freed twice or lost",
+    "every block is back": "after the last fault, every block is back",
+    "every slot is back": "so is every slot for aux records",
+    "everything ends": "so has every request, hand-off, copy and notice ended",
+    "hard end": "no hand-off stands still for longer than the cap of its state",
+    "silent engine": "nothing waits for an engine that hangs, whatever its agents send",
+    "spurious failure": "no request fails that no fault has reached",
+    "heals": "when every fault is over, every pair serves",
+}
+"""The rules of the protocol, each broken by a plant."""
+
+HARNESS_RULES: dict[str, str] = {
+    "exception": "the code raises nothing that it does not name",
+    "bounded": "no run has more events than it may",
+    "wire": "every frame can be decoded",
+    "engine": "an engine gets the events of its side only",
+}
+"""What every run is held to besides: an error of the code itself, whichever rule it serves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +79,7 @@ class SimProcess:
     clock: SimClock = field(default_factory=SimClock)
     is_alive: bool = True
     paused_until: float = 0.0
+    died_at: float = math.inf
 
 
 class World:
@@ -53,6 +90,9 @@ class World:
         self.now = 0.0
         self.events_total = 0
         self.violations: list[Violation] = []
+        self.not_promised: set[str] = set()
+        """Rules that the set-up of this run does not promise; where they do not hold is counted."""
+        self.broken_unpromised: Counter[str] = Counter()
         self.timeline: list[tuple[float, str]] | None = None
         self._queue: list[tuple[float, int, SimProcess | None, Callable[[], None]]] = []
         self._sequence = 0
@@ -70,6 +110,11 @@ class World:
 
     def violate(self, rule: str, detail: str) -> None:
         """Record that a rule did not hold."""
+        if rule not in RULES and rule not in HARNESS_RULES:
+            raise Bug(f"{rule!r} is no rule; add it to RULES, with a plant that breaks it")
+        if rule in self.not_promised:
+            self.broken_unpromised[rule] += 1
+            return
         self.violations.append(Violation(rule, self.now, detail))
         self.note(f"VIOLATION {rule}: {detail}")
 

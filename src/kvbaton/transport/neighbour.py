@@ -8,6 +8,7 @@ from __future__ import annotations
 import array
 import ctypes
 import errno
+import functools
 import hashlib
 import os
 import resource
@@ -41,6 +42,7 @@ __all__ = [
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 _START_TICKS_FIELD = 22
+_STAT_BYTES = 4096
 _SCOPE_ADMIN = 2
 _CAP_SYS_PTRACE = 19
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -134,7 +136,7 @@ def is_there(pid: int) -> bool:
 def start_ticks(pid: int) -> int:
     """When process `pid` started, in clock ticks since boot; pid and ticks name a process. Raises PeerLost when it is gone."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
+        stat = _read_stat(pid)
     except OSError as error:
         raise PeerLost(f"process {pid} is gone ({error.strerror})") from error
     fields = stat[stat.rindex(b")") + 2 :].split()
@@ -144,11 +146,27 @@ def start_ticks(pid: int) -> int:
     return ticks
 
 
+def _read_stat(pid: int) -> bytes:
+    """The one line of /proc, by plain calls: a third of what a `Path` takes."""
+    fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fd, _STAT_BYTES)
+    finally:
+        os.close(fd)
+
+
 def host_id() -> str:
     """Digest of this boot, host name and pid namespace: equal exactly where a pid means the same process."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespace = Path("/proc/self/ns/pid").readlink()
     return hashlib.blake2b(f"{boot} {socket.gethostname()} {namespace}".encode(), digest_size=12).hexdigest()
+
+
+@functools.lru_cache(maxsize=1)
+def _own_host_id(pid: int) -> str:
+    """`host_id`, found out once per process: every hand-off asks whether its peer lives. A fork may be in another namespace."""
+    del pid
+    return host_id()
 
 
 def _ptrace_scope() -> int:
@@ -265,7 +283,10 @@ def this_process() -> ProcessId:
 
 def is_gone(process: ProcessId) -> bool:
     """Whether `process` ran on this host and does not any more; false whenever that cannot be known."""
-    if not process.host or process.host != this_process().host:
+    try:
+        if not process.host or process.host != _own_host_id(os.getpid()):
+            return False
+    except OSError:
         return False
     try:
         return start_ticks(process.pid) != process.started

@@ -1,4 +1,5 @@
 """Runs as arrays: checked before a transport accepts them, cut into slices by a cursor, and copied at the speed of `memcpy`.
+Pieces of a region are summed here too, for checksums.
 
 A loop in Python costs as much per run as copying 4 KiB does. Where a C compiler was there, loops in C are used: they are
 compiled when they are first needed, and kept in a directory of this user's cache that no other user can write to. Elsewhere
@@ -18,12 +19,15 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
+from kvbaton.core.checks import Pieces
 from kvbaton.errors import ConfigError, RangeError
 from kvbaton.transport.base import Batch, Direction, Runs
 
@@ -31,6 +35,7 @@ __all__ = [
     "CopyCrew",
     "Loops",
     "MAX_SLICE_RUNS",
+    "RegionSummer",
     "RunCopier",
     "RunCursor",
     "check_batch",
@@ -45,7 +50,7 @@ _log = logging.getLogger("kvbaton.transport")
 Place = npt.NDArray[np.uint64]
 """Where a loop is in its runs: the number of a run, and the bytes of it that are copied."""
 
-_CODE = tuple(Path(__file__).with_name(name) for name in ("check_runs.c", "copy_runs.c"))
+_CODE = tuple(Path(__file__).with_name(name) for name in ("check_runs.c", "copy_runs.c", "sum_pieces.c"))
 _OPTIONS = ("-O3", "-shared", "-fPIC", "-pthread")
 _COMPILE_S = 60.0
 
@@ -58,6 +63,7 @@ _MAX_SLOTS_PER_RUN = 256
 _LONG_BYTES = 32 << 10
 _CHUNK_BYTES = 256 << 10
 _MAX_SIZES = 16
+_TRIAL_BYTES = 509
 _FEW_RUNS = 4
 
 
@@ -74,6 +80,12 @@ class Loops:
         self.copy_runs.restype = size
         self._check_runs = code.check_runs
         self._check_runs.argtypes = [pointer, number, number, number, size, size, pointer]
+        self._sum_pieces = code.sum_pieces
+        word = ctypes.c_uint32
+        self._sum_pieces.argtypes = [pointer, ctypes.c_int64, pointer, number, pointer, number, word, pointer]
+        self._sum_pieces.restype = ctypes.c_int64
+        self.can_sum = self._sums_as_zlib()
+        """Whether `sum` gives what zlib gives: the peer may have no compiler, and compares our sums with its own."""
 
     def checked(self, runs: Runs, source_bytes: int, target_bytes: int) -> Runs | None:
         """A copy of `runs`, each column in one piece, when all lie inside both regions and no two targets overlap.
@@ -86,6 +98,21 @@ class Loops:
         row, column = (stride // runs.itemsize for stride in runs.strides)
         numbers = (row, column, len(runs), source_bytes, target_bytes)
         return own if self._check_runs(runs.ctypes.data, *numbers, own.ctypes.data) else None
+
+    def sums(self, region: npt.NDArray[np.uint8], pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
+        """CRC-32 of parts of these pieces of `region`, as `RegionSummer.sums`, without the interpreter's lock."""
+        pieces = np.ascontiguousarray(pieces, np.int64)
+        parts, sums = np.array(ends, np.int64), np.empty(len(ends), np.uint32)
+        numbers = (pieces.ctypes.data, len(pieces), parts.ctypes.data, len(parts), value, sums.ctypes.data)
+        refused = int(self._sum_pieces(region.ctypes.data, region.nbytes, *numbers))
+        if refused:
+            _refuse_piece(pieces[-1 - refused], region.nbytes)
+        return sums.tolist()
+
+    def _sums_as_zlib(self) -> bool:
+        region = (np.arange(_TRIAL_BYTES) * 167 >> 3).astype(np.uint8)
+        pieces, ends = np.array([[0, _TRIAL_BYTES], [64, 192], [7, 64], [1, 63], [300, 201]]), (1, 3, 5)
+        return self.sums(region, pieces, ends, 1) == _sum_each(region, pieces, ends, 1)
 
 
 class CopyCrew:
@@ -194,6 +221,40 @@ def check_offsets(offsets: Runs, lengths: Runs, region_bytes: int, side: str) ->
             f"run {row}: {side} offset {offsets[row]} with {lengths[row]} bytes lies outside the {side} region of "
             f"{region_bytes} bytes"
         )
+
+
+class RegionSummer:
+    """CRC-32 of pieces of a region: by the loop in C where there is one, else by zlib; both give the same sums."""
+
+    def __init__(self, region: memoryview, loops: Loops | None) -> None:
+        self._region = np.frombuffer(region, np.uint8)
+        self._loops = loops if loops is not None and loops.can_sum else None
+
+    def sums(self, pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
+        """The sums of consecutive parts of these pieces, each up to the number in `ends`; the first one continues `value`.
+
+        Raises RangeError when a piece leaves the region.
+        """
+        if self._loops is not None:
+            return self._loops.sums(self._region, pieces, ends, value)
+        return _sum_each(self._region, pieces, ends, value)
+
+
+def _sum_each(region: npt.NDArray[np.uint8], pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
+    sums, first, listed = [], 0, pieces.tolist()
+    for offset, size in listed:
+        if not 0 <= offset <= offset + size <= region.nbytes:
+            _refuse_piece((offset, size), region.nbytes)
+    for end in ends:
+        for offset, size in listed[first:end]:
+            value = zlib.crc32(region[offset : offset + size].data, value)
+        sums.append(value)
+        first, value = end, 0
+    return sums
+
+
+def _refuse_piece(piece: Sequence[int] | Pieces, region_bytes: int) -> NoReturn:
+    raise RangeError(f"a piece at offset {piece[0]} with {piece[1]} bytes lies outside the region of {region_bytes} bytes")
 
 
 class RunCursor:

@@ -80,14 +80,19 @@ def run_verify(
     with contextlib.ExitStack() as stack:
         if counts is not None:
             stack.callback(counts.close)
-        fleet = stack.enter_context(Fleet())
-        progress("starting a router, a prefill, a decode and a single instance")
-        servers = _start(fleet, engines, (prefill, decode), settings, model, progress)
+        if settings.pair_url:
+            servers = _VerifiedServers(settings.pair_url.rstrip("/"), settings.single_url.rstrip("/"), (), model.name)
+        else:
+            fleet = stack.enter_context(Fleet())
+            progress("starting a router, a prefill, a decode and a single instance")
+            servers = _start(fleet, engines, (prefill, decode), settings, model, progress)
         progress(f"sending {settings.requests} requests to both, {settings.concurrency} at a time")
         rows = asyncio.run(_send_all(servers, prompts, settings, on_row))
         if counts is not None:
             rows = counts.attributed(rows)
-        accepted = _accepted(engines[0], [servers.single_url]), _accepted(engines[1], servers.decode_urls)
+        # Of instances that run already, the decode ones are not known, and have drafted for others too.
+        singles = [] if settings.pair_url else [servers.single_url]
+        accepted = _accepted(engines[0], singles), _accepted(engines[1], servers.decode_urls)
     _check_not_refused(rows)
     return make_report({**settings.shown(), **pair.shown()}, rows, *accepted)
 

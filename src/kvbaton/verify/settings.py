@@ -62,6 +62,10 @@ class VerifySettings:
     decode_lacks
         a control: what the cards of the decode instances leave out: `layer:N` or `rank:N`. They must be refused, with exit
         code 2.
+    pair_url
+        address of a router that runs already, with its instances; nothing is started then. Give `single_url` too.
+    single_url
+        address of one instance of the same model that runs already.
     """
 
     model: str = "smollm2"
@@ -84,6 +88,8 @@ class VerifySettings:
     engine_arguments: str = ""
     shortest_prompt: int = 1
     connector: str = "kvbaton"
+    pair_url: str = ""
+    single_url: str = ""
 
     def __post_init__(self) -> None:
         for name in ("requests", "concurrency", "prefill", "decode", "max_tokens", "shortest_prompt", "longest_prompt"):
@@ -94,6 +100,20 @@ class VerifySettings:
                 f"--max-tokens is {self.max_tokens}; it must be at least {_FEWEST_TOKENS}: the first token is the prefill "
                 "instance's own, and does not depend on the cache that was handed over"
             )
+        self._check_running()
+
+    def _check_running(self) -> None:
+        if bool(self.pair_url) != bool(self.single_url):
+            raise ConfigError("--pair-url and --single-url belong together: one is compared with the other")
+        for name in ("pair_url", "single_url"):
+            url = getattr(self, name)
+            if url and not url.startswith(("http://", "https://")):
+                raise ConfigError(f"--{name.replace('_', '-')} is {url!r}; give an address such as http://10.0.0.1:8000")
+        for name in ("drop_writes", "drop", "decode_model", "decode_cache_dtype", "decode_lacks"):
+            if self.pair_url and getattr(self, name):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} has no effect on instances that run already; start them with the control"
+                )
 
     @property
     def engines(self) -> int:

@@ -430,9 +430,9 @@ class TestSettings:
 
     def test_the_lower_layer_has_names_in_camel_case(self) -> None:
         engine = cpp.IOEngine("camel", cpp.IOEngineConfig("127.0.0.1", 0))
-        engine.CreateBackend(cpp.RDMA)  # type: ignore[attr-defined]
-        assert engine.GetEngineDesc().port > 0  # type: ignore[attr-defined]
-        assert cpp.SUCCESS is StatusCode.SUCCESS  # type: ignore[attr-defined]
+        engine.CreateBackend(cpp.RDMA)
+        assert engine.GetEngineDesc().port > 0
+        assert cpp.SUCCESS is StatusCode.SUCCESS
 
 
 class TestStatus:

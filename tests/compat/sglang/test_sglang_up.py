@@ -28,9 +28,9 @@ def test_up_answers_and_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
         command = kvbaton_command("explain", "last", "--router", f"http://127.0.0.1:{up.port}", "--json")
         explained = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert explained.returncode == 0, explained.stderr
-        story = json.loads(explained.stdout)["story"]
-        assert story["transfer_id"] == reply.headers["X-KVBaton-Transfer"]
-        assert [end["outcome"] for end in story["handoffs"][0]["ends"]] == ["delivered", "delivered"]
+        summary = json.loads(explained.stdout)["summary"]
+        assert summary["transfer_id"] == reply.headers["X-KVBaton-Transfer"]
+        assert [end["outcome"] for end in summary["handoffs"][0]["ends"]] == ["delivered", "delivered"]
         ports = [int(each["http_address"].rpartition(":")[2]) for each in up.client.get("/instances").document["live"]]
         children = up.children()
         assert len(children) >= 5, "a router, and at least two processes of each SGLang"

@@ -59,11 +59,11 @@ def test_it_answers_and_its_hand_off_can_be_explained(up: Up) -> None:
     )
     assert reply.status == 200, reply.content
     assert reply.text.startswith(" Paris")
-    story = explain(up.client)["story"]
-    assert isinstance(story, dict)
-    assert story["transfer_id"] == reply.headers["X-KVBaton-Transfer"]
-    assert [participant["problem"] for participant in story["participants"]] == ["", ""]
-    (handoff,) = story["handoffs"]
+    summary = explain(up.client)["summary"]
+    assert isinstance(summary, dict)
+    assert summary["transfer_id"] == reply.headers["X-KVBaton-Transfer"]
+    assert [participant["problem"] for participant in summary["participants"]] == ["", ""]
+    (handoff,) = summary["handoffs"]
     assert [end["outcome"] for end in handoff["ends"]] == ["delivered", "delivered"]
     assert {"prefill", "wire", "confirmation", "first step"} <= {bar["phase"] for bar in handoff["bars"]}
     assert handoff["exposed_s"] > 0

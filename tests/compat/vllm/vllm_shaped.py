@@ -155,7 +155,9 @@ def shaped_pair(case: ShapeCase, single: Server) -> Iterator[Pair]:
 
 async def _ask(client: Client, seed: str) -> list[tuple[Given, Given]]:
     """Answers of the single server and of the pair, to prompts of every length, all at once."""
-    prompts = [prompt_of(length, seed) for length in LENGTHS]
+    # Servers are shared by cases: of a window, the prompts of an earlier case would be cached, and nothing left to hand over.
+    pair = client.pair
+    prompts = [prompt_of(length, f"{seed} {pair.prefill.url} {pair.decode.url}") for length in LENGTHS]
     given = await asyncio.gather(*(client.hand_off(prompt, TOKENS) for prompt in prompts))
     alone = await asyncio.gather(*(client.alone(prompt, TOKENS) for prompt in prompts))
     return list(zip(alone, given, strict=True))

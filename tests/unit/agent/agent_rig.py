@@ -80,7 +80,7 @@ def card_of(name: str, ranks: int = 1, **changes: Any) -> Card:
 
 @dataclass
 class Clock:
-    """Time that passes when the test says so."""
+    """Time that passes when the test decides so."""
 
     now: float = 1000.0
 
@@ -90,7 +90,7 @@ class Clock:
 
 @dataclass
 class Post:
-    """A control port that keeps what was said."""
+    """A control port that keeps what was sent."""
 
     sent: list[tuple[Incarnation | ControlAddress, Message]] = field(default_factory=list)
     dead: set[int] = field(default_factory=set)
@@ -109,7 +109,7 @@ class Post:
         return process.pid in self.dead
 
     def take(self) -> list[Message]:
-        """What was said since the last call, to whomever."""
+        """What was sent since the last call, to any peer."""
         messages = [message for _, message in self.sent]
         self.sent.clear()
         return messages
@@ -117,7 +117,7 @@ class Post:
 
 @dataclass(frozen=True)
 class Move:
-    """One span that one rank was told to move."""
+    """One span that one rank was ordered to move."""
 
     rank: int
     copy: CopyId
@@ -129,7 +129,7 @@ class Move:
 
 @dataclass
 class ScriptedRanks:
-    """Ranks that do nothing until the test says what became of it."""
+    """Ranks that do nothing until the test states what became of it."""
 
     executor: Executor = Executor.TARGET_READS
     report: Callable[[RankReport], None] = print
@@ -266,7 +266,7 @@ class Letter:
 
     @property
     def message(self) -> Message:
-        """What it says."""
+        """What it sends."""
         return decode(self.frame).message
 
 
@@ -290,13 +290,13 @@ class _NetControl:
         return process.pid in self._net.dead
 
     def _post(self, address: ControlAddress, recipient: str, message: Message) -> None:
-        self._node.said.append(message)
+        self._node.sent.append(message)
         frame = encode(self._node.card.incarnation, recipient, message)
         self._net.letters.append(Letter(self._node.address, address, frame))
 
 
 class Net:
-    """Letters between nodes; they arrive when the test says so, in any order, twice or never."""
+    """Letters between nodes; they arrive when the test decides so, in any order, twice or never."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -353,7 +353,7 @@ class Net:
 
 
 class Node:
-    """A coordinator with scripted ports; `events` is what its engine was told."""
+    """A coordinator with scripted ports; `events` is what its engine got."""
 
     def __init__(
         self,
@@ -367,7 +367,7 @@ class Node:
     ) -> None:
         self.card = card
         self.address = address
-        self.said: list[Message] = []
+        self.sent: list[Message] = []
         self.events: list[EngineEvent] = []
         self.engine_hangs = False
         self.routes: dict[Incarnation, ControlAddress] = {}
@@ -379,6 +379,6 @@ class Node:
         )
 
     def settle(self) -> None:
-        """Tell the coordinator what its ranks have reported."""
+        """Pass what its ranks have reported to the coordinator."""
         while self._reports:
             self.coordinator.on_rank(self._reports.pop(0))

@@ -1,4 +1,4 @@
-"""Instances without an engine: real drivers over real sockets, a transport in one process, and somebody who does not belong."""
+"""Instances without an engine: real drivers over real sockets, a transport in one process, and an intruder."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def key_of(name: str) -> HandoffKey:
 
 
 class Side:
-    """One instance. `events` are all that its engine would have been told."""
+    """One instance. `events` are all that its engine would have got."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ def is_equal(source: Side, target: Side) -> bool:
 
 
 def is_poison(values: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> bool:
-    """Whether nobody has written here."""
+    """Whether nothing was written here."""
     return bool((np.ascontiguousarray(values).view(np.uint8) == 0x4B).all())
 
 
@@ -225,7 +225,7 @@ class Intruder:
             self._listener.settimeout(_ANSWER_MS / 1000)
 
     def hang_up(self) -> None:
-        """Close the connection, as a process does that ends, and listen again; `hear` takes the next one."""
+        """Close the connection, as a process does that ends, and listen again; `receive` takes the next one."""
         if self._key is None:
             self._socket.close(linger=0)
             wait_until(lambda: _is_free(self.address), "the port is free")
@@ -252,24 +252,24 @@ class Intruder:
         else:
             self._connected().send(content)
 
-    def say(self, message: Message, recipient: str = "", sender: str | None = None) -> None:
+    def send_message(self, message: Message, recipient: str = "", sender: str | None = None) -> None:
         """Send a well-formed message."""
         self.send_sealed(encode(Incarnation(sender or self.incarnation), recipient, message))
 
-    def hear(self) -> bytes:
-        """The next frame; whoever sent it is who is spoken to from now on."""
+    def receive(self) -> bytes:
+        """The next frame; its sender is answered from now on."""
         if self._key is not None:
             return self._connected().receive()
-        assert self._socket.poll(_ANSWER_MS), "nothing was said"
+        assert self._socket.poll(_ANSWER_MS), "nothing was sent"
         *caller, frame = self._socket.recv_multipart()
         self._caller = caller[0] if caller else b""
         return frame
 
-    def hear_message(self, kind: type[Message]) -> Envelope:
+    def receive_message(self, kind: type[Message]) -> Envelope:
         """The next message of that kind."""
         give_up_at = time.monotonic() + _ANSWER_MS / 1000
         while time.monotonic() < give_up_at:
-            envelope = decode(self.hear())
+            envelope = decode(self.receive())
             if isinstance(envelope.message, kind):
                 return envelope
         raise AssertionError(f"no {kind.__name__}")

@@ -13,24 +13,24 @@ STEPS = st.lists(st.one_of(st.tuples(st.just("set"), KEYS, TIMES), st.tuples(st.
 
 
 @given(STEPS, st.lists(TIMES, max_size=20))
-def test_alarms_ring_when_the_earliest_wish_of_a_key_has_come(steps: list[tuple[str, int, float]], looks: list[float]) -> None:
+def test_alarms_ring_at_the_earliest_time_set_for_a_key(steps: list[tuple[str, int, float]], looks: list[float]) -> None:
     alarms: Alarms[int] = Alarms()
-    wished: dict[int, float] = {}
+    wanted: dict[int, float] = {}
     for what, key, when in steps:
         if what == "set":
             alarms.set(key, when)
-            wished[key] = min(when, wished.get(key, when))
+            wanted[key] = min(when, wanted.get(key, when))
         else:
             alarms.drop(key)
-            wished.pop(key, None)
-        assert alarms.next_deadline() == min(wished.values(), default=None)
+            wanted.pop(key, None)
+        assert alarms.next_deadline() == min(wanted.values(), default=None)
     for now in sorted(looks):
         rung = list(alarms.ring(now))
-        assert sorted(rung) == sorted(key for key, when in wished.items() if when <= now)
-        times = [wished.pop(key) for key in rung]
+        assert sorted(rung) == sorted(key for key, when in wanted.items() if when <= now)
+        times = [wanted.pop(key) for key in rung]
         assert times == sorted(times)
-        assert len(alarms) == len(wished)
-        assert alarms.next_deadline() == min(wished.values(), default=None)
+        assert len(alarms) == len(wanted)
+        assert alarms.next_deadline() == min(wanted.values(), default=None)
 
 
 def test_the_earliest_rings_first_and_only_once() -> None:

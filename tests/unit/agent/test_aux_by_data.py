@@ -61,7 +61,7 @@ class Two:
         self.net.deliver_all()
 
     def sent(self) -> list[AuxSent]:
-        return [message for message in self.source.said if isinstance(message, AuxSent)]
+        return [message for message in self.source.sent if isinstance(message, AuxSent)]
 
     def delivered(self) -> list[Any]:
         return [event.aux for event in self.target.events if isinstance(event, Landed)]
@@ -130,7 +130,7 @@ def test_a_pointer_that_leads_elsewhere_is_never_followed(pointer: AuxPointer, m
     assert two.target.ranks.aux_reads == []
     assert two.fallbacks() == {"bad pointer": 1}
     assert two.delivered() == [AUX]
-    assert [grant.aux_channel for grant in two.target.said if isinstance(grant, Grant)] == [AuxChannel.DATA, AuxChannel.CONTROL]
+    assert [grant.aux_channel for grant in two.target.sent if isinstance(grant, Grant)] == [AuxChannel.DATA, AuxChannel.CONTROL]
 
 
 @pytest.mark.parametrize(("damage", "cause"), [("error", "not read"), ("byte", "not the record"), ("other", "not the record")])

@@ -67,7 +67,7 @@ def test_what_is_refused_waits_in_order_and_others_go_on() -> None:
     assert len(backlog) == 2
     queue.room[P1] = 5
     backlog.add(P1, part("c"), 0.0)
-    assert queue.taken[2:] == [], "nobody overtakes those who wait"
+    assert queue.taken[2:] == [], "none overtakes those that wait"
     assert backlog.offer_again(0.0005, at_once=False) == []
     assert len(backlog) == 3, "it is not due yet"
     assert backlog.offer_again(0.001, at_once=False) == []

@@ -59,26 +59,26 @@ def test_one_that_takes_nothing_is_not_waited_for(ends: tuple[Channel, Channel])
 
 
 def test_two_that_send_at_once_do_not_wait_for_each_other(ends: tuple[Channel, Channel]) -> None:
-    """What the other end says is read while ours cannot go on, so that two full buffers are no deadlock."""
+    """What the other end sends is read while ours cannot go on, so that two full buffers are no deadlock."""
     large = bytes(32 << 20)
-    heard: list[bytes] = []
+    frames: list[bytes] = []
 
     def talk() -> None:
         ends[1].send(large, WAIT_S)
-        heard.append(received(ends[1]))
+        frames.append(received(ends[1]))
 
     answer = threading.Thread(target=talk)
     answer.start()
-    ends[0].send(large, WAIT_S, meanwhile=lambda: heard.append(received(ends[0])))
+    ends[0].send(large, WAIT_S, meanwhile=lambda: frames.append(received(ends[0])))
     answer.join(WAIT_S)
-    assert heard == [large, large]
+    assert frames == [large, large]
 
 
 def test_a_frame_that_is_too_large_is_refused(ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = channel_pair()
     one.send(struct.pack("<Q", MAX_FRAME_BYTES + 1))
     with pytest.raises(ChannelStuck, match="at most"):
-        Channel(other, "a stranger").receive(WAIT_S)
+        Channel(other, "an unknown peer").receive(WAIT_S)
     one.close()
     other.close()
     monkeypatch.setattr("kvbaton.agent.channel.MAX_FRAME_BYTES", 3)

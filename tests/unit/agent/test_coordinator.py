@@ -88,7 +88,7 @@ def test_both_sides_know_each_other_after_one_handshake(pair: Pair) -> None:
     assert pair.source.ranks.connected == [Incarnation("t1")]
     assert pair.target.ranks.connected == [Incarnation("s1")]
     pair.fetch(key_of("second"))
-    assert not [message for message in pair.target.said[1:] if isinstance(message, Hello)]
+    assert not [message for message in pair.target.sent[1:] if isinstance(message, Hello)]
 
 
 def test_a_report_about_a_copy_is_late_on_no_side_when_it_belongs_to_one() -> None:
@@ -123,7 +123,7 @@ def test_a_card_that_does_not_fit_is_refused_with_both_values_on_both_sides(
     assert event.outcome is Outcome.FAILED
     assert here in event.reason
     assert there in event.reason
-    refusals = [message for message in pair.source.said if isinstance(message, Refused)]
+    refusals = [message for message in pair.source.sent if isinstance(message, Refused)]
     assert refusals
     assert here in refusals[0].reason
     assert there in refusals[0].reason
@@ -189,7 +189,7 @@ def test_an_unknown_peer_is_asked_for_its_card_before_its_messages_count(pair: P
     frame = encode(Incarnation("s1"), "t1", Stop(KEY, 1, Outcome.FAILED))
     pair.target.coordinator.on_frame(decode(frame), None)
     assert pair.target.coordinator.dropped_total["from an unknown peer"] == 1
-    assert [type(message) for message in pair.target.said] == [Hello]
+    assert [type(message) for message in pair.target.sent] == [Hello]
 
 
 def test_a_known_card_does_not_change(pair: Pair) -> None:
@@ -221,7 +221,7 @@ def test_a_restart_on_the_same_address_ends_what_the_old_one_had_and_the_next_re
 
 
 def test_a_source_that_died_and_came_back_while_nothing_was_live_is_met_anew(pair: Pair) -> None:
-    """In push nobody names the incarnation: what is remembered of the address is of a dead process."""
+    """In push no request names the incarnation: what is remembered of the address is of a dead process."""
     pair.prefill()
     pair.fetch()
     pair.run()
@@ -282,8 +282,8 @@ def test_heartbeats_keep_a_queue_alive_for_as_long_as_it_takes(pair: Pair) -> No
     assert isinstance(pair.target.events[0], Landed)
 
 
-def test_heartbeats_are_frequent_enough_for_an_impatient_target() -> None:
-    """The target gives up after 2 s without a word, while the source by itself would say one every 5 s."""
+def test_heartbeats_are_frequent_enough_for_a_target_with_a_short_timeout() -> None:
+    """The target gives up after 2 s without a message, while the source by itself would send one every 5 s."""
     pair = Pair()
     limits = Limits(transfer_timeout=2.0, defer_timeout=4.0, retry=1.0)
     pair.target = pair.net.add(card_of("t1", 2, transfer_timeout=2.0), 2, limits=limits)
@@ -301,9 +301,9 @@ def test_a_long_heartbeat_is_sent_in_frames_that_are_read(pair: Pair) -> None:
         wanted = SourceRequest(key_of(f"{long}{number}"), "p", pair.source.address)
         pair.target.coordinator.expect_source(wanted)
     pair.net.clock.now += LIMITS.beat_s
-    pair.target.said.clear()
+    pair.target.sent.clear()
     pair.target.coordinator.tick()
-    beats = [message for message in pair.target.said if isinstance(message, Heartbeat)]
+    beats = [message for message in pair.target.sent if isinstance(message, Heartbeat)]
     assert sum(len(beat.live) for beat in beats) == 5001
     for beat in beats:
         decode(encode(Incarnation("t1"), "s1", beat))
@@ -364,6 +364,19 @@ def test_a_fence_counts_when_every_rank_has_put_it_up() -> None:
     assert ended(pair.target.events).outcome is Outcome.CANCELLED
 
 
+def test_fences_of_two_epochs_that_interleave_are_both_put_up() -> None:
+    """One rank is ahead of the other: the second fence must not wait for a report that was counted for the first."""
+    pair = Pair(Executor.SOURCE_WRITES)
+    pair.fetch()
+    pair.net.deliver_all()
+    coordinator, peer = pair.target.coordinator, Incarnation("s1")
+    fenced: list[int] = []
+    coordinator.target.on_peer_fenced = lambda *given: fenced.append(given[1])  # type: ignore[method-assign]
+    for rank, epoch in ((0, 2), (0, 3), (1, 2), (1, 3), (1, 3)):
+        coordinator.on_rank(PeerFenced(peer, epoch, rank))
+    assert fenced == [2, 3]
+
+
 def test_a_fence_ends_what_was_granted_before_it_and_nothing_that_was_granted_after() -> None:
     pair = Pair(Executor.SOURCE_WRITES)
     pair.fetch()
@@ -410,7 +423,7 @@ def test_prompts_and_samples_of_one_request_are_hand_offs_of_their_own(pair: Pai
         pair.fetch(key)
     pair.run()
     assert {event.key for event in pair.target.events if isinstance(event, Landed)} == set(keys)
-    grants = [message.grant for message in pair.target.said if isinstance(message, Grant)]
+    grants = [message.grant for message in pair.target.sent if isinstance(message, Grant)]
     assert len(set(grants)) == 4
 
 
@@ -420,7 +433,7 @@ def test_announcements_are_addressed_to_one_incarnation(pair: Pair) -> None:
     pair.fetch()
     pair.net.deliver(pair.net.letters.pop(0))
     pair.net.deliver_all()
-    frames = [encode(Incarnation("s1"), "t0", message) for message in pair.source.said if isinstance(message, Announced)]
+    frames = [encode(Incarnation("s1"), "t0", message) for message in pair.source.sent if isinstance(message, Announced)]
     before = len(pair.target.ranks.moves)
     for frame in frames:
         pair.target.coordinator.on_frame(decode(frame), pair.source.address)

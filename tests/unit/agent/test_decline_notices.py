@@ -39,7 +39,7 @@ class Rig:
     def __post_init__(self) -> None:
         self.decline_notices = DeclineNotices(LIMITS, self.clock, self.post, self.greeted.append, self.limit)
 
-    def say(self, name: str = "k", incarnation: Incarnation | None = None, source: Incarnation | None = None) -> None:
+    def send(self, name: str = "k", incarnation: Incarnation | None = None, source: Incarnation | None = None) -> None:
         self.decline_notices.send(wanted(name, incarnation), Outcome.CANCELLED, "why", source)
 
     def pass_time(self, seconds: float, step: float = 0.25) -> None:
@@ -57,12 +57,12 @@ STOP = Stop(KEY, 0, Outcome.CANCELLED, "why", "p")
 
 def test_a_known_source_is_notified_at_once_and_again_until_it_answers() -> None:
     rig = Rig()
-    rig.say(source=S1)
+    rig.send(source=S1)
     assert rig.stops() == [STOP]
     assert rig.decline_notices.next_deadline() == rig.clock.now + LIMITS.retry
     rig.pass_time(3 * LIMITS.retry)
     assert rig.stops() == [STOP, STOP]
-    assert not rig.decline_notices.on_stopped(S2, KEY), "only the one who was told can answer"
+    assert not rig.decline_notices.on_stopped(S2, KEY), "only the peer that got it can answer"
     assert rig.decline_notices.on_stopped(S1, KEY)
     assert not rig.decline_notices
     assert rig.decline_notices.next_deadline() is None
@@ -70,7 +70,7 @@ def test_a_known_source_is_notified_at_once_and_again_until_it_answers() -> None
 
 def test_an_unknown_source_is_dialled_and_notified_when_its_card_is_there() -> None:
     rig = Rig()
-    rig.say()
+    rig.send()
     assert rig.greeted == [ADDRESS]
     rig.pass_time(LIMITS.retry)
     assert rig.greeted == [ADDRESS, ADDRESS]
@@ -85,7 +85,7 @@ def test_an_unknown_source_is_dialled_and_notified_when_its_card_is_there() -> N
 
 def test_no_peer_is_notified_in_place_of_another_incarnation() -> None:
     rig = Rig()
-    rig.say(incarnation=S2)
+    rig.send(incarnation=S2)
     rig.decline_notices.on_card(card_of("s1"), ADDRESS)
     assert not rig.decline_notices
     assert rig.stops() == []
@@ -93,7 +93,7 @@ def test_no_peer_is_notified_in_place_of_another_incarnation() -> None:
 
 def test_it_is_given_up_after_transfer_timeout() -> None:
     rig = Rig()
-    rig.say(source=S1)
+    rig.send(source=S1)
     rig.pass_time(LIMITS.transfer_timeout - 1)
     assert rig.decline_notices
     rig.pass_time(1)
@@ -103,8 +103,8 @@ def test_it_is_given_up_after_transfer_timeout() -> None:
 
 def test_a_peer_that_is_refused_or_gone_need_not_be_notified() -> None:
     rig = Rig()
-    rig.say("known", source=S1)
-    rig.say("stranger")
+    rig.send("known", source=S1)
+    rig.send("unknown")
     rig.decline_notices.on_refused_peer(ADDRESS)
     assert len(rig.decline_notices) == 1
     rig.decline_notices.on_peer_gone(S2)
@@ -116,7 +116,7 @@ def test_a_peer_that_is_refused_or_gone_need_not_be_notified() -> None:
 def test_the_table_is_bounded_and_the_oldest_goes_first() -> None:
     rig = Rig(limit=3)
     for number in range(5):
-        rig.say(f"k{number}", source=S1)
+        rig.send(f"k{number}", source=S1)
     assert (len(rig.decline_notices), rig.decline_notices.given_up_total) == (3, 2)
     assert [rig.decline_notices.on_stopped(S1, key_of(f"k{number}")) for number in range(5)] == [False, False, True, True, True]
 
@@ -188,7 +188,7 @@ def test_a_prefill_that_comes_after_the_refusal_ends_at_once_and_only_once() -> 
     two.expect()
     assert two.ends(two.source) == [(Outcome.CANCELLED, REFUSED[1])]
     two.expect()
-    assert two.state() is SourceState.QUEUED, "the word counts once"
+    assert two.state() is SourceState.QUEUED, "the notice counts once"
 
 
 def test_a_refusal_is_forgotten_after_defer_timeout() -> None:
@@ -207,7 +207,7 @@ def test_a_target_that_comes_after_all_takes_its_refusal_back(comes_back: str) -
     if comes_back == "grant":
         two.target.coordinator.allocated(Allocation(wanted(), BLOCKS, TOKENS, 0))
     two.net.pass_time(LIMITS.beat_s + 1)
-    kinds = {type(message) for message in two.target.said}
+    kinds = {type(message) for message in two.target.sent}
     assert (Grant if comes_back == "grant" else Heartbeat) in kinds
     two.expect()
     assert two.state() in (SourceState.QUEUED, SourceState.STREAMING)
@@ -224,7 +224,7 @@ def test_a_live_handoff_is_not_stopped_by_a_refusal_of_another_request_of_the_sa
     assert not two.target.coordinator.target.decline_notices
     two.target.coordinator.target.decline_notices.send(wanted(), Outcome.FAILED, "late", Incarnation("s"))
     two.net.deliver_all()
-    assert two.state() is SourceState.STREAMING, "a late farewell does not stop what has a grant"
+    assert two.state() is SourceState.STREAMING, "a late decline notice does not stop what has a grant"
 
 
 def test_another_prompt_of_the_same_key_is_left_alone() -> None:
@@ -247,8 +247,8 @@ def test_a_parked_grant_ends_with_its_target() -> None:
 def test_only_an_admitted_peer_can_stop_anything() -> None:
     two = Two()
     two.expect()
-    stranger = Incarnation("stranger")
-    two.net.letters.append(Letter(two.target.address, two.source.address, encode(stranger, "s", STOP)))
+    unknown = Incarnation("unknown")
+    two.net.letters.append(Letter(two.target.address, two.source.address, encode(unknown, "s", STOP)))
     two.net.deliver_all()
     assert two.state() is SourceState.QUEUED
     assert two.source.coordinator.dropped_total["from an unknown peer"] == 1

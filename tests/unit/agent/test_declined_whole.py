@@ -75,7 +75,7 @@ def test_those_that_come_later_end_at_once_each_of_them_once() -> None:
 
 @pytest.mark.parametrize("is_held", [False, True])
 def test_what_had_ended_before_is_not_meant_when_it_is_asked_for_again(is_held: bool) -> None:
-    """vLLM tells of a request whose load failed as of one that it never took: its hand-off is over then, on both sides."""
+    """vLLM reports a request whose load failed like one that it never took: its hand-off is over then, on both sides."""
     two = Two()
     two.expect(KEYS[0])
     if is_held:
@@ -111,7 +111,7 @@ def test_what_has_a_grant_goes_on_and_what_a_target_wants_again_counts() -> None
     assert two.live() == {KEYS[0]}
     two.net.pass_time(LIMITS.beat_s + 1)
     two.expect(*KEYS[1:])
-    assert two.live() == set(KEYS[:2]), "heartbeats said that somebody waits for the second"
+    assert two.live() == set(KEYS[:2]), "heartbeats state that a request waits for the second"
 
 
 def test_a_part_that_is_live_at_the_target_does_not_keep_the_rest_from_being_released() -> None:
@@ -124,11 +124,11 @@ def test_a_part_that_is_live_at_the_target_does_not_keep_the_rest_from_being_rel
     two.target.coordinator.cancel(KEYS[0], Side.TARGET)
     two.net.pass_time(3 * LIMITS.retry)
     assert two.ended() == set(KEYS)
-    assert {message.prompt for message in two.target.said if isinstance(message, Stop)} == {""}
+    assert {message.prompt for message in two.target.sent if isinstance(message, Stop)} == {""}
 
 
 def both_sides() -> Two:
-    """The target instance is also a source of the same key, for somebody else."""
+    """The target instance is also a source of the same key, for another instance."""
     two = Two()
     two.target.coordinator.expect_target(KEYS[0], "prompt 0")
     two.target.coordinator.expect_source(wanted(prompt="prompt 0"))

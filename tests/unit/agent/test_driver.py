@@ -1,4 +1,4 @@
-"""Two drivers over real sockets: bytes that arrive, garbage that harms nobody, peers that are not admitted, a clean end."""
+"""Two drivers over real sockets: bytes that arrive, garbage that does no harm, peers that are not admitted, a clean end."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_a_flood_of_garbage_is_harmless(sides: tuple[Side, Side]) -> None:
 
 # Well-formed messages that make no sense.
 
-KEY_OF_NOTHING = key_of("never heard of")
+KEY_OF_NOTHING = key_of("never seen")
 SENSELESS: list[Message] = [
     Grant(KEY_OF_NOTHING, 1, "prompt", Mode.PULL, Executor.TARGET_READS, 1, (), 0, 1),
     Grant(KEY_OF_NOTHING, 2, "prompt", Mode.PUSH, Executor.SOURCE_WRITES, 1, ((10**9, 10**18),), 0, 2),
@@ -222,7 +222,7 @@ def test_messages_of_an_unknown_peer_are_dropped_and_counted() -> None:
     with pair() as (source, target), Intruder() as intruder:
         intruder.dial(source.driver.address)
         for message in SENSELESS:
-            intruder.say(message, source.incarnation)
+            intruder.send_message(message, source.incarnation)
         source.wait_dropped("from an unknown peer", len(SENSELESS) - 1)
         assert_works(source, target)
 
@@ -231,7 +231,7 @@ def test_messages_for_an_earlier_incarnation_are_dropped_and_counted() -> None:
     with pair() as (source, target), Intruder() as intruder:
         intruder.dial(source.driver.address)
         for message in SENSELESS:
-            intruder.say(message, "an earlier one")
+            intruder.send_message(message, "an earlier one")
         source.wait_dropped("for an earlier incarnation", len(SENSELESS))
         assert_works(source, target)
 
@@ -239,13 +239,13 @@ def test_messages_for_an_earlier_incarnation_are_dropped_and_counted() -> None:
 def test_messages_of_a_known_peer_in_the_wrong_state_are_harmless() -> None:
     with pair() as (source, target), Intruder() as intruder:
         intruder.dial(source.driver.address)
-        intruder.say(Hello(intruder.card_like(target.card), wants_answer=True))
-        intruder.hear_message(Hello)
+        intruder.send_message(Hello(intruder.card_like(target.card), wants_answer=True))
+        intruder.receive_message(Hello)
         for message in SENSELESS:
-            intruder.say(message, source.incarnation)
-            intruder.say(message, source.incarnation)
-        intruder.say(Hello(intruder.card_like(target.card), wants_answer=True))
-        intruder.hear_message(Hello)
+            intruder.send_message(message, source.incarnation)
+            intruder.send_message(message, source.incarnation)
+        intruder.send_message(Hello(intruder.card_like(target.card), wants_answer=True))
+        intruder.receive_message(Hello)
         assert_works(source, target)
 
 
@@ -253,8 +253,8 @@ def test_a_card_that_does_not_fit_is_refused_with_the_field() -> None:
     with pair() as (source, target), Intruder() as intruder:
         intruder.dial(source.driver.address)
         card = intruder.card_like(target.card)
-        intruder.say(Hello(msgspec.structs.replace(card, fingerprint="beef"), wants_answer=True))
-        refused = intruder.hear_message(Refused).message
+        intruder.send_message(Hello(msgspec.structs.replace(card, fingerprint="beef"), wants_answer=True))
+        refused = intruder.receive_message(Refused).message
         assert isinstance(refused, Refused)
         assert "f00d" in refused.reason
         assert "beef" in refused.reason
@@ -276,12 +276,12 @@ def test_blocks_that_do_not_exist_fail_the_request_and_nothing_else(blocks: tupl
         target.cache.poison(range(target.cache.blocks))
         intruder.listen()
         ask(target, intruder.address, "bad blocks")
-        intruder.hear_message(Hello)
-        intruder.say(Hello(intruder.card_like(source.card), wants_answer=False), target.incarnation)
-        grant = intruder.hear_message(Grant).message
+        intruder.receive_message(Hello)
+        intruder.send_message(Hello(intruder.card_like(source.card), wants_answer=False), target.incarnation)
+        grant = intruder.receive_message(Grant).message
         assert isinstance(grant, Grant)
         whole = Span(0, 0, TOKENS, 0, 2)
-        intruder.say(Announced(grant.key, grant.grant, 1, blocks, (whole,)), target.incarnation)
+        intruder.send_message(Announced(grant.key, grant.grant, 1, blocks, (whole,)), target.incarnation)
         ended = target.wait_for(TargetEnded, grant.key)
         assert ended.outcome is Outcome.FAILED
         assert "source block" in ended.reason
@@ -292,9 +292,9 @@ def test_blocks_that_do_not_exist_fail_the_request_and_nothing_else(blocks: tupl
 def test_negative_blocks_are_no_message_and_harmless() -> None:
     with pair() as (source, target), Intruder() as intruder:
         intruder.dial(source.driver.address)
-        intruder.say(Hello(intruder.card_like(target.card), wants_answer=True))
-        intruder.hear_message(Hello)
-        intruder.say(Announced(KEY_OF_NOTHING, 1, 1, ((1, 2, -1),), ()), source.incarnation)
+        intruder.send_message(Hello(intruder.card_like(target.card), wants_answer=True))
+        intruder.receive_message(Hello)
+        intruder.send_message(Announced(KEY_OF_NOTHING, 1, 1, ((1, 2, -1),), ()), source.incarnation)
         source.wait_dropped("not a message", 1)
         assert_works(source, target)
 
@@ -336,24 +336,24 @@ def test_an_intruder_is_dropped_counted_and_harmless(intruder_key: bytes | None)
     with pair(KEY, KEY) as (source, target), Intruder(intruder_key) as intruder:
         for number, message in enumerate(SENSELESS, 1):
             intruder.dial(source.driver.address)
-            intruder.say(message, source.incarnation, sender=target.incarnation)
+            intruder.send_message(message, source.incarnation, sender=target.incarnation)
             source.wait_dropped("not authenticated", number)
         assert_works(source, target)
 
 
-def test_a_holder_of_the_key_speaks_for_one_incarnation_per_connection() -> None:
+def test_a_holder_of_the_key_sends_as_one_incarnation_per_connection() -> None:
     with pair(KEY, KEY) as (source, target), Intruder(KEY.key) as intruder:
         landed(source, target, "before")
         intruder.dial(source.driver.address)
-        intruder.say(Hello(intruder.card_like(target.card), wants_answer=True))
-        intruder.hear_message(Hello)
+        intruder.send_message(Hello(intruder.card_like(target.card), wants_answer=True))
+        intruder.receive_message(Hello)
         for message in SENSELESS:
-            intruder.say(message, source.incarnation, sender=target.incarnation)
+            intruder.send_message(message, source.incarnation, sender=target.incarnation)
         source.wait_dropped("another incarnation on the same connection", len(SENSELESS))
         assert_works(source, target)
 
 
-def test_an_allow_list_admits_who_is_on_it() -> None:
+def test_an_allow_list_admits_the_listed() -> None:
     trust = parse_trust(allow=["127.0.0.0/8"])
     with pair(trust, trust) as (source, target):
         assert_works(source, target)
@@ -373,10 +373,10 @@ def test_an_address_in_a_request_is_a_hint_and_no_right(host: str) -> None:
 def test_an_address_where_another_program_answers_fails_the_request_at_once(answer: tuple[bytes, ...]) -> None:
     with pair() as (source, target), Intruder() as intruder:
         intruder.listen()
-        ask(target, intruder.address, "somebody else")
-        intruder.hear()
+        ask(target, intruder.address, "another")
+        intruder.receive()
         intruder.send(*answer)
-        ended = target.wait_for(TargetEnded, key_of("somebody else"))
+        ended = target.wait_for(TargetEnded, key_of("another"))
         assert f"what answers at {intruder.address} is no peer of ours" in ended.reason
         assert_works(source, target)
 

@@ -36,4 +36,4 @@ def test_row_39_sockets_are_used_from_one_thread_each(monkeypatch: pytest.Monkey
     other = ControlSockets(Incarnation("other"), "127.0.0.1", PortPicker().pick())
     other.wait(0.0, [])
     other.close()
-    assert users[id(other)] == {threading.current_thread().name}, "the check itself must see a stranger"
+    assert users[id(other)] == {threading.current_thread().name}, "the check itself must see a foreign thread"

@@ -112,10 +112,10 @@ def test_a_source_that_was_queued_too_long_states_it() -> None:
     rig.side.spans_ready(KEY, BLOCKS, (Span(0, 0, 1, 0, 1),))
     rig.clock.now += LIMITS.queue_timeout - 1
     rig.side.tick()
-    assert rig.told() == [], "not a second too early"
+    assert rig.take_events() == [], "not a second too early"
     rig.clock.now += 1
     rig.side.tick()
-    (ended,) = rig.told()
+    (ended,) = rig.take_events()
     assert isinstance(ended, SourceEnded)
     assert ended.outcome is Outcome.EXPIRED
     assert f"queued for {LIMITS.queue_timeout:g} s" in ended.reason
@@ -231,9 +231,9 @@ def test_a_target_that_was_queued_too_long_states_it() -> None:
     rig = TargetRig()
     _queued_target(rig)
     rig.pass_time(LIMITS.queue_timeout - 1)
-    assert rig.told() == [], "not a second too early"
+    assert rig.take_events() == [], "not a second too early"
     rig.pass_time(1)
-    (ended,) = rig.told()
+    (ended,) = rig.take_events()
     assert isinstance(ended, TargetEnded)
     assert ended.outcome is Outcome.EXPIRED
     assert f"queued for {LIMITS.queue_timeout:g} s" in ended.reason

@@ -25,7 +25,7 @@ ADDRESS = ControlAddress.of("127.0.0.1", 7000)
 
 
 class Watched(dict[HandoffKey, Any]):
-    """A table of live hand-offs that counts how often somebody walks over all of it."""
+    """A table of live hand-offs that counts how often all of it is iterated over."""
 
     walks = 0
 
@@ -43,7 +43,7 @@ class Watched(dict[HandoffKey, Any]):
 
 
 class Node:
-    """A coordinator with everything it says and tells."""
+    """A coordinator with everything it sends and reports."""
 
     def __init__(self) -> None:
         self.clock, self.post, self.ranks = Clock(), Post(), ScriptedRanks(Executor.TARGET_READS)
@@ -63,7 +63,7 @@ class Node:
         self.coordinator.source.live = self.sources
         self.coordinator.target.live = self.targets
 
-    def hear(self, message: object, via: ControlAddress | None = None) -> None:
+    def receive(self, message: object, via: ControlAddress | None = None) -> None:
         envelope = Envelope(PROTOCOL, PEER, "", message)  # type: ignore[arg-type]
         self.coordinator.on_frame(envelope, via)
 
@@ -74,7 +74,7 @@ class Node:
         return self.sources.walks + self.targets.walks
 
     def turn(self) -> None:
-        """What a driver does with nothing new to tell."""
+        """What a driver does with nothing new to report."""
         self.coordinator.tick()
         assert self.coordinator.next_deadline() is not None
 
@@ -95,14 +95,14 @@ def test_one_handshake_does_for_every_request_that_waits_for_the_same_source() -
     node.clock.now += LIMITS.retry
     node.coordinator.tick()
     assert sum(isinstance(message, Hello) for message in node.post.take()) == 1
-    node.hear(Hello(card_of("s1", 1), wants_answer=False), ADDRESS)
+    node.receive(Hello(card_of("s1", 1), wants_answer=False), ADDRESS)
     assert all(record.source == PEER for record in dict.values(node.targets))
 
 
 def test_a_refused_address_is_dialled_anew_for_the_next_request() -> None:
     node = Node()
     node.coordinator.expect_source(wanted(0))
-    node.hear(Refused("no"), ADDRESS)
+    node.receive(Refused("no"), ADDRESS)
     assert [event.outcome for event in node.events if isinstance(event, TargetEnded)] == [Outcome.FAILED]
     node.post.take()
     node.coordinator.expect_source(wanted(1))
@@ -112,7 +112,7 @@ def test_a_refused_address_is_dialled_anew_for_the_next_request() -> None:
 def test_a_turn_of_a_target_looks_at_nothing_that_is_not_due() -> None:
     node = Node()
     node.coordinator.expect_source(wanted(0))
-    node.hear(Hello(card_of("s1", 1), wants_answer=False), ADDRESS)
+    node.receive(Hello(card_of("s1", 1), wants_answer=False), ADDRESS)
     for index in range(1, MANY):
         node.coordinator.expect_source(wanted(index))
     assert node.walks_of(node.turn) == 0
@@ -122,11 +122,11 @@ def test_a_turn_of_a_target_looks_at_nothing_that_is_not_due() -> None:
 
 def test_a_turn_of_a_source_looks_at_nothing_that_is_not_due() -> None:
     node = Node()
-    node.hear(Hello(card_of("s1", 1), wants_answer=False))
+    node.receive(Hello(card_of("s1", 1), wants_answer=False))
 
     def park() -> None:
         for index in range(MANY):
-            node.hear(grant(index))
+            node.receive(grant(index))
 
     def expect() -> None:
         for index in range(MANY):
@@ -139,9 +139,9 @@ def test_a_turn_of_a_source_looks_at_nothing_that_is_not_due() -> None:
 
 def test_the_count_of_parked_grants_is_that_of_the_parked_ones() -> None:
     node = Node()
-    node.hear(Hello(card_of("s1", 1), wants_answer=False))
+    node.receive(Hello(card_of("s1", 1), wants_answer=False))
     for index in range(10):
-        node.hear(grant(index))
+        node.receive(grant(index))
     for index in range(4):
         node.coordinator.expect_target(key_of(f"k{index}"), "p")
     node.coordinator.expect_target(key_of("k4"), "another prompt")
@@ -154,9 +154,9 @@ def test_the_count_of_parked_grants_is_that_of_the_parked_ones() -> None:
 
 def test_every_deadline_still_rings_with_thousands_alive() -> None:
     node = Node()
-    node.hear(Hello(card_of("s1", 1), wants_answer=False))
+    node.receive(Hello(card_of("s1", 1), wants_answer=False))
     for index in range(MANY):
-        node.hear(grant(index))
+        node.receive(grant(index))
         node.coordinator.expect_target(key_of(f"k{index}"), "p")
         node.clock.now += LIMITS.defer_timeout / MANY / 2
     last = node.clock.now + LIMITS.defer_timeout
@@ -174,13 +174,13 @@ def test_every_deadline_still_rings_with_thousands_alive() -> None:
 
 def test_no_peer_is_given_up_while_its_frames_wait_to_be_read() -> None:
     node = Node()
-    node.hear(Hello(card_of("s1", 1), wants_answer=False))
-    node.hear(grant(0))
+    node.receive(Hello(card_of("s1", 1), wants_answer=False))
+    node.receive(grant(0))
     node.coordinator.expect_target(key_of("k0"), "p")
     node.clock.now += LIMITS.defer_timeout
     node.coordinator.tick(is_behind=True)
     assert node.events == [Granted(key_of("k0"))]
-    assert any(isinstance(message, Heartbeat) for message in node.post.take()), "and we say that we live"
+    assert any(isinstance(message, Heartbeat) for message in node.post.take()), "and we send that we live"
     node.coordinator.tick()
     assert isinstance(node.events[-1], SourceEnded)
 
@@ -204,9 +204,9 @@ def test_a_side_that_walked_over_everything_would_be_seen() -> None:
 
 def test_an_error_with_one_hand_off_leaves_the_others_their_deadlines() -> None:
     node = Node()
-    node.hear(Hello(card_of("s1", 1), wants_answer=False))
+    node.receive(Hello(card_of("s1", 1), wants_answer=False))
     for index in range(3):
-        node.hear(grant(index))
+        node.receive(grant(index))
         node.coordinator.expect_target(key_of(f"k{index}"), "p")
     returned = node.coordinator.source.return_blocks
     broken = [key_of("k0")]

@@ -1,4 +1,4 @@
-"""The notes of a source: what it tells the target is noted before it is sent, and the first token when it is chosen."""
+"""The notes of a source: what it sends to the target is noted before it is sent, and the first token when it is chosen."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Two coordinators under a hostile network and hostile timing, against a model that only knows what must be true.
 
-The model's memory is a tag: what the source's blocks of a hand-off hold right now, or nothing once they were told back. A
+The model's memory is a tag: what the source's blocks of a hand-off hold right now, or nothing once they were reported back. A
 span that a rank has moved carries the tag it found. So whatever lands must carry one tag, must have been confirmed after its
-last span, and nothing may be moved into blocks that were told back.
+last span, and nothing may be moved into blocks that were reported back.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ Tag = tuple[int, int]
 
 @dataclass
 class Prefill:
-    """One attempt of the source's engine; `holds` is false as soon as it was told that the blocks are its own again."""
+    """One attempt of the source's engine; `holds` is false as soon as it was notified that the blocks are its own again."""
 
     attempt: int
     mode: Mode
-    told: int = 0
+    announced: int = 0
     restarts: int = 0
     holds: bool = True
     is_offered: bool = False
@@ -61,7 +61,7 @@ class Prefill:
 
 @dataclass
 class Fetch:
-    """One attempt of the target's engine; `is_open` is false as soon as it was told how it ended."""
+    """One attempt of the target's engine; `is_open` is false as soon as it was notified how it ended."""
 
     attempt: int
     request: SourceRequest
@@ -98,20 +98,20 @@ class ProtocolMachine(RuleBasedStateMachine):
         self.fence_epoch = 0
         self.copies: deque[Letter] = deque(maxlen=30)
         executor = Executor.SOURCE_WRITES if writes else Executor.TARGET_READS
-        self.source = self.net.add(card_of("s", ranks), 1, executor, self._source_hears)
-        self.target = self.net.add(card_of("t", ranks), 2, executor, self._target_hears)
-        self.source.said = _Said(self)
+        self.source = self.net.add(card_of("s", ranks), 1, executor, self._on_source_event)
+        self.target = self.net.add(card_of("t", ranks), 2, executor, self._on_target_event)
+        self.source.sent = _Sent(self)
 
-    # What the engines are told: facts, from the moment they are told.
+    # The events of the engines: facts, from the moment they arrive.
 
-    def _source_hears(self, event: EngineEvent) -> None:
+    def _on_source_event(self, event: EngineEvent) -> None:
         self.source_news.append(event)
         prefill = self.prefills[event.key]
         match event:
             case Granted():
                 return
             case Drained():
-                assert prefill.is_retracting, "blocks were given back that nobody asked for"
+                assert prefill.is_retracting, "blocks were given back that no retraction asked for"
             case SourceEnded():
                 self._end("source", prefill.attempt, event.outcome)
             case _:
@@ -119,11 +119,11 @@ class ProtocolMachine(RuleBasedStateMachine):
         if isinstance(event, SourceEnded) or prefill.is_retracting:
             prefill.holds = False
 
-    def _target_hears(self, event: EngineEvent) -> None:
+    def _on_target_event(self, event: EngineEvent) -> None:
         self.target_news.append(event)
         assert isinstance(event, Landed | TargetEnded)
         fetch = self.fetches[event.key]
-        assert fetch.is_open, "a hand-off was told twice how it ended"
+        assert fetch.is_open, "the end of a hand-off was reported twice"
         fetch.is_open = False
         if isinstance(event, TargetEnded):
             assert event.outcome is not Outcome.DELIVERED
@@ -139,7 +139,7 @@ class ProtocolMachine(RuleBasedStateMachine):
     def _check_landed(self, landed: Landed) -> None:
         """Every span of every rank carries the same tag, and was confirmed afterwards."""
         assert landed.aux == AUX
-        releases = [message for message in self.target.said if isinstance(message, Release)]
+        releases = [message for message in self.target.sent if isinstance(message, Release)]
         grant = releases[-1].grant
         copies = [copy for copy in self.ledger.confirmed if (copy.key, copy.grant) == (landed.key, grant)]
         assert copies, "nothing was confirmed"
@@ -198,9 +198,9 @@ class ProtocolMachine(RuleBasedStateMachine):
         prefill = self.prefills.get(key)
         if prefill is None or prefill.is_offered or prefill.is_retracting:
             return
-        if prefill.mode is Mode.PUSH and prefill.told < TOKENS:
-            span = Span(prefill.told, prefill.told, prefill.told + 1, 0, 1)
-            prefill.told += 1
+        if prefill.mode is Mode.PUSH and prefill.announced < TOKENS:
+            span = Span(prefill.announced, prefill.announced, prefill.announced + 1, 0, 1)
+            prefill.announced += 1
             self.source.coordinator.spans_ready(key, BLOCKS, (span,))
         else:
             prefill.is_offered = True
@@ -228,7 +228,7 @@ class ProtocolMachine(RuleBasedStateMachine):
                 del self.prefills[event.key]
             elif isinstance(event, Drained):
                 prefill = self.prefills[event.key]
-                prefill.is_retracting, prefill.told = False, 0
+                prefill.is_retracting, prefill.announced = False, 0
                 if prefill.attempt not in self.ledger.ends["source"]:
                     prefill.restarts += 1
                     prefill.holds = True
@@ -318,7 +318,7 @@ class ProtocolMachine(RuleBasedStateMachine):
 
     @rule()
     def fence(self) -> None:
-        """The target's ranks do what they were told: they cut the source off, or register their memory anew."""
+        """The target's ranks carry out their orders: they cut the source off, or register their memory anew."""
         ranks = self.target.ranks
         if ranks.revoked:
             peer, epoch = ranks.revoked.pop(0)
@@ -403,8 +403,8 @@ class ProtocolMachine(RuleBasedStateMachine):
             node.ranks.fail(move.rank, move.copy)
         else:
             fetch = self.fetches.get(move.copy.key)
-            assert fetch is not None, "somebody moves something into blocks that were given back"
-            assert fetch.is_open, "somebody moves something into blocks that were given back"
+            assert fetch is not None, "something is moved into blocks that were returned"
+            assert fetch.is_open, "something is moved into blocks that were returned"
             prefill = self.prefills.get(move.copy.key)
             self.ledger.tags[move.rank, move.copy, move.span] = None if prefill is None else prefill.tag
             self.ledger.last_move[move.copy] = self.step
@@ -429,8 +429,8 @@ class ProtocolMachine(RuleBasedStateMachine):
         self.ledger.confirmed[CopyId(confirmed.key, confirmed.grant, confirmed.generation)] = self.step
 
 
-class _Said(list[Message]):
-    """Everything that the source says, and somebody who listens."""
+class _Sent(list[Message]):
+    """Everything that the source sends, checked as it is sent."""
 
     def __init__(self, machine: ProtocolMachine) -> None:
         self.machine = machine

@@ -96,6 +96,15 @@ class Rig:
         wait_until(has_come, f"a {kind.__name__}")
         return next(report for report in self.reports if isinstance(report, kind))
 
+    def wait_for_reports(self, count: int) -> None:
+        """Until so many things were reported."""
+
+        def have_come() -> bool:
+            self.agent.poll()
+            return len(self.reports) == count
+
+        wait_until(have_come, f"{count} reports")
+
     def expected(self, tokens: range, layers: range) -> npt.NDArray[np.uint8]:
         """Target memory when these tokens of these layers have arrived, and nothing else."""
         memory = np.full(LAYERS * BLOCKS, POISON, np.uint8)
@@ -153,7 +162,8 @@ def test_control_with_a_wrong_byte_memory_is_not_what_it_should_be(rig: Rig) -> 
 def test_an_error_of_the_transport_fails_the_copy_once(rig: Rig) -> None:
     rig.transport.set_faults(Faults(fail_after=1))
     rig.agent.handle(START)
-    rig.agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, tuple(Span(number, number, number + 1, 0, LAYERS) for number in range(4))))
+    for number in range(4):  # one batch each: spans of one order would be moved as one
+        rig.agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (Span(number, number, number + 1, 0, LAYERS),)))
     failed = rig.wait_for(CopyFailed)
     assert (failed.copy, failed.rank) == (COPY, 0)
     assert "fail_after" in failed.reason
@@ -219,7 +229,7 @@ def test_a_peer_without_a_common_transport_is_refused_with_both(rig: Rig) -> Non
 
 
 class Scripted:
-    """A transport that completes what and when the test says."""
+    """A transport that completes what and when the test orders."""
 
     name = "scripted"
     wakeup_fd = -1
@@ -261,7 +271,7 @@ class Scripted:
         return
 
     def finish(self, ticket: Ticket, moved: int | None = None, error: str = "") -> None:
-        """Complete a batch with so many bytes, all unless told."""
+        """Complete a batch with so many bytes, all by default."""
         batch = self.posted.pop(ticket)
         self.done.append(Completion(ticket, batch.wire_bytes if moved is None else moved, error))
 
@@ -343,11 +353,56 @@ def test_a_span_that_is_ordered_twice_is_moved_once() -> None:
     assert [type(report) for report in reports] == [SpanMoved]
 
 
+CHUNKS = (Span(0, 0, 3, 0, 1), Span(1, 0, 3, 1, 2), Span(2, 3, 4, 0, 1), Span(3, 3, 4, 1, 2))
+
+
+def test_chunks_of_all_layers_are_moved_as_one_and_reported_span_by_span(rig: Rig) -> None:
+    rig.agent.handle(START)
+    rig.agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, CHUNKS))
+    assert len(rig.agent.copies[COPY].moving) == 1
+    rig.wait_for(SpanMoved)
+    assert rig.reports == [
+        SpanMoved(COPY, 0, 0, 3, 3),
+        SpanMoved(COPY, 0, 1, 3, 3),
+        SpanMoved(COPY, 0, 2, 1, 1),
+        SpanMoved(COPY, 0, 3, 1, 1),
+    ]
+    assert np.array_equal(rig.memory, rig.expected(range(4), range(LAYERS)))
+
+
+@pytest.mark.parametrize(
+    ("spans", "parts"),
+    [
+        (CHUNKS[:3], 2),
+        (CHUNKS[1:], 2),
+        ((CHUNKS[0], CHUNKS[2], CHUNKS[1], CHUNKS[3]), 2),
+        ((CHUNKS[2], CHUNKS[3], CHUNKS[0], CHUNKS[1]), 2),
+        ((CHUNKS[0], CHUNKS[3]), 2),
+        ((Span(0, 0, 2, 0, 2), Span(1, 3, 4, 0, 2)), 2),
+    ],
+    ids=["a layer is missing at the end", "at the start", "by layer", "later tokens first", "diagonal", "a gap of tokens"],
+)
+def test_spans_that_are_no_rectangle_are_not_moved_as_one(rig: Rig, spans: tuple[Span, ...], parts: int) -> None:
+    rig.agent.handle(START)
+    rig.agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, spans))
+    assert len(rig.agent.copies[COPY].moving) == parts
+    rig.wait_for_reports(len(spans))
+    assert {report.span: report.bytes_moved for report in rig.reports if isinstance(report, SpanMoved)} == {
+        span.number: (span.end_token - span.first_token) * (span.end_layer - span.first_layer) for span in spans
+    }
+    expected = rig.expected(range(0), range(0))
+    for span in spans:
+        one = rig.expected(range(span.first_token, span.end_token), range(span.first_layer, span.end_layer))
+        expected = np.where(one == POISON, expected, one)
+    assert np.array_equal(rig.memory, expected)
+
+
 def test_a_failed_copy_is_reported_when_the_rest_of_it_is_quiet() -> None:
     transport = Scripted(LateWrites.IMPOSSIBLE, {Direction.READ})
     agent, reports = scripted(transport)
     agent.handle(START)
-    agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (Span(0, 0, 2, 0, LAYERS), Span(1, 2, 4, 0, LAYERS))))
+    for span in (Span(0, 0, 2, 0, LAYERS), Span(1, 2, 4, 0, LAYERS)):  # one batch each: in one order they would be moved as one
+        agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (span,)))
     transport.finish(Ticket(1), moved=0, error="the cable is cut")
     agent.poll()
     assert reports == []
@@ -361,7 +416,8 @@ def test_a_stop_in_the_middle_of_a_failure_is_answered_when_all_is_quiet() -> No
     transport = Scripted(LateWrites.IMPOSSIBLE, {Direction.READ})
     agent, reports = scripted(transport)
     agent.handle(START)
-    agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (Span(0, 0, 2, 0, LAYERS), Span(1, 2, 4, 0, LAYERS))))
+    for span in (Span(0, 0, 2, 0, LAYERS), Span(1, 2, 4, 0, LAYERS)):  # one batch each: in one order they would be moved as one
+        agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (span,)))
     transport.finish(Ticket(1), moved=0, error="the cable is cut")
     agent.poll()
     agent.handle(StopCopy(COPY))

@@ -1,4 +1,4 @@
-"""Rank agents behind channels: orders go out, reports come back, and a rank that is gone is told once."""
+"""Rank agents behind channels: orders go out, reports come back, and a rank that is gone is reported once."""
 
 from __future__ import annotations
 

@@ -29,9 +29,10 @@ from kvbaton.core.handoff import Executor, Incarnation, Integrity, Span
 from kvbaton.core.layout import Layout
 from kvbaton.core.tensors import dense_tensor, split_layers, tensor_group
 from kvbaton.core.timeline import Side
-from kvbaton.core.topology import Shape, head_range, stage_layers
+from kvbaton.core.topology import Shape, head_range
 from kvbaton.transport.base import Region, TransportSettings
 from kvbaton.transport.memory import MemoryHub, MemoryTransport
+from model_cuts import stage_layers
 from watching import wait_until
 
 LAYERS, TOKENS, BLOCKS, BLOCK_TOKENS = 4, 8, 3, 4
@@ -70,7 +71,7 @@ class Ranks:
         self.card: Card = msgspec.structs.replace(card_of(name), shape=text, ranks=cards)
 
     def fill(self) -> None:
-        """Let every byte of the request say what it is, in every rank that holds it."""
+        """Have every byte of the request state what it is, in every rank that holds it."""
         for layout, memory in zip(self.layouts, self.memories, strict=True):
             (group,) = layout.groups
             for number, plane in enumerate(group.planes):
@@ -213,10 +214,10 @@ def test_sums_for_a_peer_that_is_not_connected_are_refused() -> None:
             cached_tokens=0,
             integrity=Integrity.FULL,
             total_tokens=TOKENS,
-            peer=Incarnation("nobody"),
+            peer=Incarnation("unknown"),
         )
     )
     own.close()
     (report,) = reports
     assert isinstance(report, SpanSummed)
-    assert report.error == "checksum: nobody is not connected"
+    assert report.error == "checksum: unknown is not connected"

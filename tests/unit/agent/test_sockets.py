@@ -182,7 +182,7 @@ def test_close_frees_the_port_and_can_be_repeated(rig: Rig) -> None:
     check_port_free("127.0.0.1", alice.address.handshake, "--control-port")
 
 
-def test_an_address_that_must_not_be_dialled_is_not_and_is_told_once(rig: Rig) -> None:
+def test_an_address_that_must_not_be_dialled_is_not_and_is_reported_once(rig: Rig) -> None:
     alice, elsewhere = rig.make(ALICE), ControlAddress.of("10.0.0.1", 9)
     alice.dial(elsewhere, BEAT)
     alice.dial(elsewhere, BEAT)
@@ -197,7 +197,7 @@ def test_an_address_that_must_not_be_dialled_is_not_and_is_told_once(rig: Rig) -
 
 
 @pytest.mark.parametrize("host", ["..", "-", "_"])
-def test_an_address_that_cannot_be_dialled_is_told_too(rig: Rig, host: str) -> None:
+def test_an_address_that_cannot_be_dialled_is_reported_too(rig: Rig, host: str) -> None:
     alice = rig.make(ALICE, KEY)
     for _ in range(3000):
         alice.dial(ControlAddress.of(host, 9), BEAT)
@@ -215,7 +215,7 @@ def test_a_port_beyond_all_limits_ends_neither_the_dial_nor_the_wait(rig: Rig) -
     assert exchange(alice, bob) == [(ALICE, None)]
 
 
-def test_the_dial_table_is_bounded_and_keeps_who_has_answered(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dial_table_is_bounded_and_keeps_peers_that_have_answered(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets_module, "_MAX_DIALLED", 4)
     alice, bob = rig.make(ALICE), rig.make(BOB)
     alice.dial(bob.address, BEAT)
@@ -233,24 +233,24 @@ def test_causes_are_there_before_anything_happened(rig: Rig) -> None:
     assert rig.make(ALICE).dropped_total == dict.fromkeys(Dropped, 0)
 
 
-def test_an_address_where_somebody_else_answers_is_hung_up(rig: Rig) -> None:
+def test_an_address_where_another_protocol_answers_is_hung_up(rig: Rig) -> None:
     alice, address = rig.make(ALICE), rig.free_address()
-    stranger = rig.raw(zmq.ROUTER, address)
+    other = rig.raw(zmq.ROUTER, address)
     alice.dial(address, BEAT)
-    turn_until(lambda: bool(stranger.poll(0)), alice)
-    caller, _ = stranger.recv_multipart()
-    stranger.send_multipart([caller, b"two", b"parts"])
+    turn_until(lambda: bool(other.poll(0)), alice)
+    caller, _ = other.recv_multipart()
+    other.send_multipart([caller, b"two", b"parts"])
     wait_dropped(alice, Dropped.WRONG_FRAMES)
     assert alice.refusals() == [
         (address, f"what answers at {address} is no peer of ours: a message of 2 frames; ours have one")
     ]
     assert address not in alice._dialled
     alice.dial(address, BEAT)
-    turn_until(lambda: bool(stranger.poll(0)), alice)
-    assert stranger.recv_multipart()[0] != caller, "the next dial connects anew"
+    turn_until(lambda: bool(other.poll(0)), alice)
+    assert other.recv_multipart()[0] != caller, "the next dial connects anew"
 
 
-def test_a_peer_that_says_something_odd_keeps_its_connection(rig: Rig) -> None:
+def test_a_peer_that_sends_something_odd_keeps_its_connection(rig: Rig) -> None:
     alice, address = rig.make(ALICE), rig.free_address()
     bob = rig.raw(zmq.ROUTER, address)
     alice.dial(address, BEAT)

@@ -1,4 +1,4 @@
-"""The source side alone: what it says, holds, confirms and gives back, and what it does not let itself be told."""
+"""The source side alone: what it sends, holds, confirms and returns, and which messages it refuses."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def grant(number: int = 1, key: HandoffKey = KEY, *, writes: bool = False, mode:
 
 @dataclass
 class Rig:
-    """A source side and everything it says."""
+    """A source side and everything it sends."""
 
     ranks_count: int = 2
     clock: Clock = field(default_factory=Clock)
@@ -66,12 +66,12 @@ class Rig:
         self.ranks.report = self.side.on_copy  # type: ignore[assignment]
         self.ranks.count = self.ranks_count
 
-    def said(self, kind: type[MessageT]) -> list[MessageT]:
-        """What was said of one kind since the last look."""
+    def sent(self, kind: type[MessageT]) -> list[MessageT]:
+        """Messages of one kind that were sent since the last look."""
         return [message for message in self.post.take() if isinstance(message, kind)]
 
-    def told(self) -> list[EngineEvent]:
-        """What the engine was told since the last look."""
+    def take_events(self) -> list[EngineEvent]:
+        """Events that the engine got since the last look."""
         events = list(self.events)
         self.events.clear()
         return events
@@ -119,7 +119,7 @@ def test_a_pull_is_announced_confirmed_and_released(rig: Rig) -> None:
     rig.side.on_confirm_ask(T1, ConfirmAsk(KEY, 1, rig.generation))
     assert rig.post.take() == [Confirmed(KEY, 1, rig.generation, 1)]
     rig.side.on_release(T1, Release(KEY, 1))
-    assert rig.told() == [SourceEnded(KEY, Outcome.DELIVERED)]
+    assert rig.take_events() == [SourceEnded(KEY, Outcome.DELIVERED)]
     assert not rig.side.live
 
 
@@ -128,44 +128,44 @@ def test_a_push_announces_each_span_when_it_is_computed(rig: Rig) -> None:
     rig.compute(0)
     assert rig.post.take() == []
     rig.side.on_grant(T1, grant())
-    assert [announced.spans for announced in rig.said(Announced)] == [SPANS[:1]]
+    assert [announced.spans for announced in rig.sent(Announced)] == [SPANS[:1]]
     rig.compute(1, 2)
-    assert [announced.spans for announced in rig.said(Announced)] == [SPANS[1:]]
+    assert [announced.spans for announced in rig.sent(Announced)] == [SPANS[1:]]
     rig.offer()
     assert [type(message) for message in rig.post.take()] == [Prefilled, AuxSent]
-    assert rig.told() == [Granted(KEY)]
+    assert rig.take_events() == [Granted(KEY)]
 
 
 def test_a_grant_that_comes_before_the_request_is_kept_for_it(rig: Rig) -> None:
     rig.side.on_grant(T1, grant())
     assert rig.state() is SourceState.PARKED
-    assert rig.told() == []
+    assert rig.take_events() == []
     rig.expect()
-    assert rig.told() == [Granted(KEY)]
+    assert rig.take_events() == [Granted(KEY)]
     rig.compute(0)
-    assert len(rig.said(Announced)) == 1
+    assert len(rig.sent(Announced)) == 1
 
 
 def test_a_grant_that_no_prefill_takes_up_expires_and_its_target_is_notified(rig: Rig) -> None:
     rig.side.on_grant(T1, grant())
     rig.clock.now += LIMITS.defer_timeout
     rig.side.tick()
-    assert [over.outcome for over in rig.said(Over)] == [Outcome.EXPIRED]
-    assert rig.told() == []
+    assert [over.outcome for over in rig.sent(Over)] == [Outcome.EXPIRED]
+    assert rig.take_events() == []
     assert not rig.side.live
 
 
 def test_a_parked_grant_for_another_prompt_does_not_meet_the_request(rig: Rig) -> None:
     rig.side.on_grant(T1, grant(prompt="other"))
     rig.expect()
-    assert "another prompt" in rig.said(Over)[0].reason
+    assert "another prompt" in rig.sent(Over)[0].reason
     assert rig.state() is SourceState.QUEUED
-    assert rig.told() == []
+    assert rig.take_events() == []
 
 
 def test_in_pull_nothing_is_kept_for_a_request_that_is_not_there(rig: Rig) -> None:
     rig.side.on_grant(T1, grant(mode=Mode.PULL))
-    refused = rig.said(Refused)[0]
+    refused = rig.sent(Refused)[0]
     assert (refused.key, refused.grant, refused.stale) == (KEY, 1, False)
     assert not rig.side.live
 
@@ -174,7 +174,7 @@ def test_parked_grants_are_bounded(rig: Rig) -> None:
     for number in range(1, 4098):
         rig.side.on_grant(T1, grant(number, key_of(f"k{number}")))
     assert len(rig.side.live) == 4096
-    assert "4096 grants wait" in rig.said(Refused)[0].reason
+    assert "4096 grants wait" in rig.sent(Refused)[0].reason
 
 
 def test_a_repeated_grant_repeats_what_was_announced_and_nothing_else(rig: Rig) -> None:
@@ -183,7 +183,7 @@ def test_a_repeated_grant_repeats_what_was_announced_and_nothing_else(rig: Rig) 
     rig.side.on_grant(T1, grant())
     assert [type(message) for message in rig.post.take()] == [Announced, Prefilled, AuxSent]
     assert sum(isinstance(message, Announced) for message in first) == 1
-    assert rig.told() == [Granted(KEY)]
+    assert rig.take_events() == [Granted(KEY)]
 
 
 def test_a_finished_hand_off_does_not_come_back(rig: Rig) -> None:
@@ -191,7 +191,7 @@ def test_a_finished_hand_off_does_not_come_back(rig: Rig) -> None:
     rig.side.cancel(KEY, "enough")
     rig.post.take()
     rig.side.on_grant(T1, grant())
-    assert rig.post.take() == [Over(KEY, 1, Outcome.CANCELLED, "enough")], "a target that missed the end is told again"
+    assert rig.post.take() == [Over(KEY, 1, Outcome.CANCELLED, "enough")], "a target that missed the end gets it again"
     rig.expect()
     rig.side.on_grant(T1, grant())
     assert rig.post.take() == [Over(KEY, 1, Outcome.CANCELLED, "enough")]
@@ -202,7 +202,7 @@ def test_a_stop_that_overtakes_its_grant_voids_it(rig: Rig) -> None:
     rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED, sequence=1))
     assert rig.post.take() == [Stopped(KEY, 1)]
     rig.side.on_grant(T1, grant())
-    assert rig.said(Refused)[0].stale
+    assert rig.sent(Refused)[0].stale
     assert not rig.side.live
 
 
@@ -214,7 +214,7 @@ def test_a_grant_too_far_ahead_leaves_the_next_ones_of_the_real_target_alone(rig
     rig.serve()
     forged = msgspec.structs.replace(grant(9, key_of("forged")), sequence=sequence)
     rig.side.on_grant(T1, forged)
-    refused = rig.said(Refused)[0]
+    refused = rig.sent(Refused)[0]
     assert (refused.grant, refused.stale, refused.used_up_to) == (9, True, 1)
     assert str(sequence) in refused.reason
     assert "2" in refused.reason, "the number that would be accepted"
@@ -231,7 +231,7 @@ def test_a_target_that_was_overtaken_by_a_forged_grant_learns_where_to_go_on(rig
     rig.side.on_grant(T1, forged)
     rig.post.take()
     rig.side.on_grant(T1, grant())
-    refused = rig.said(Refused)[0]
+    refused = rig.sent(Refused)[0]
     assert (refused.stale, refused.used_up_to) == (True, 100_000)
     rig.side.on_grant(T1, msgspec.structs.replace(grant(2), sequence=refused.used_up_to + 1))
     assert rig.side.live[KEY].grant_number == 2
@@ -259,9 +259,9 @@ def test_a_new_grant_is_refused_only_when_copies_under_the_old_one_are_quiet(rig
     rig.post.take()
     rig.side.on_grant(T1, grant(2, writes=True))
     assert rig.side.live[KEY].state is SourceState.STOPPING
-    assert rig.said(Refused) == []
+    assert rig.sent(Refused) == []
     rig.ranks.quiet_all()
-    assert [(refused.grant, refused.stale) for refused in rig.said(Refused)] == [(2, False)]
+    assert [(refused.grant, refused.stale) for refused in rig.sent(Refused)] == [(2, False)]
 
 
 @pytest.mark.parametrize("is_claimed", [False, True])
@@ -271,7 +271,7 @@ def test_a_stop_whose_grant_never_came_ends_what_it_was_for(rig: Rig, is_claimed
     if is_claimed:
         rig.side.on_heartbeat(T1, Heartbeat(False, ((KEY, 0),)))
     rig.side.on_stop(T1, Stop(KEY, 5, Outcome.CANCELLED, "the client is gone", sequence=5))
-    assert [event.outcome for event in rig.told() if isinstance(event, SourceEnded)] == [Outcome.CANCELLED]
+    assert [event.outcome for event in rig.take_events() if isinstance(event, SourceEnded)] == [Outcome.CANCELLED]
     assert not rig.side.live
 
 
@@ -285,13 +285,13 @@ def test_the_stop_of_an_earlier_attempt_does_not_end_the_next_one(rig: Rig) -> N
     assert rig.state() is SourceState.QUEUED
 
 
-def test_a_hand_off_belongs_to_the_first_target_that_speaks_for_it(rig: Rig) -> None:
+def test_a_hand_off_belongs_to_the_first_target_that_asks_for_it(rig: Rig) -> None:
     rig.serve()
     rig.post.take()
     rig.side.on_grant(T2, grant())
-    assert "another target" in rig.said(Refused)[0].reason
+    assert "another target" in rig.sent(Refused)[0].reason
     rig.side.on_confirm_ask(T2, ConfirmAsk(KEY, 1, rig.generation))
-    assert [over.outcome for over in rig.said(Over)] == [Outcome.FAILED]
+    assert [over.outcome for over in rig.sent(Over)] == [Outcome.FAILED]
     rig.side.on_release(T2, Release(KEY, 1))
     rig.side.on_stop(T2, Stop(KEY, 1, Outcome.CANCELLED, sequence=1))
     assert rig.state() is SourceState.SERVING
@@ -301,7 +301,7 @@ def test_a_target_with_another_prompt_is_refused_and_gives_its_claim_up(rig: Rig
     rig.expect()
     rig.side.on_heartbeat(T2, Heartbeat(False, ((KEY, 0),)))
     rig.side.on_grant(T2, grant(prompt="other"))
-    assert "another prompt" in rig.said(Refused)[0].reason
+    assert "another prompt" in rig.sent(Refused)[0].reason
     rig.side.on_grant(T1, grant())
     assert rig.state() is SourceState.STREAMING
 
@@ -310,10 +310,10 @@ def test_a_heartbeat_reserves_nothing_from_a_target_that_has_the_prompt(rig: Rig
     rig.expect()
     rig.side.on_heartbeat(T2, Heartbeat(False, ((KEY, 0),)))
     rig.side.on_grant(T1, grant())
-    assert rig.said(Refused) == []
+    assert rig.sent(Refused) == []
     assert rig.state() is SourceState.STREAMING
     rig.side.on_grant(T2, grant())
-    assert "another target" in rig.said(Refused)[0].reason
+    assert "another target" in rig.sent(Refused)[0].reason
     assert rig.side.live[KEY].target == T1
 
 
@@ -321,8 +321,8 @@ def test_a_new_grant_of_the_same_target_means_that_it_gave_the_old_one_up(rig: R
     rig.serve()
     rig.post.take()
     rig.side.on_grant(T1, grant(2))
-    assert [refused.grant for refused in rig.said(Refused)] == [2]
-    assert next(event for event in rig.told() if isinstance(event, SourceEnded)).outcome is Outcome.FAILED
+    assert [refused.grant for refused in rig.sent(Refused)] == [2]
+    assert next(event for event in rig.take_events() if isinstance(event, SourceEnded)).outcome is Outcome.FAILED
 
 
 def test_a_lease_runs_from_the_last_sign_of_life(rig: Rig) -> None:
@@ -339,7 +339,7 @@ def test_a_lease_runs_from_the_last_sign_of_life(rig: Rig) -> None:
     rig.clock.now += 1
     assert rig.side.next_deadline() == rig.clock.now
     rig.side.tick()
-    ended = [event for event in rig.told() if isinstance(event, SourceEnded)]
+    ended = [event for event in rig.take_events() if isinstance(event, SourceEnded)]
     assert [event.outcome for event in ended] == [Outcome.EXPIRED]
     assert "60 s while held" in ended[0].reason
 
@@ -351,7 +351,7 @@ def test_a_target_that_asks_after_the_end_learns_how_it_ended(rig: Rig) -> None:
     rig.post.take()
     rig.side.on_confirm_ask(T1, ConfirmAsk(KEY, 1, generation))
     rig.side.on_heartbeat(T1, Heartbeat(False, ((KEY, 1),)))
-    overs = rig.said(Over)
+    overs = rig.sent(Over)
     assert [(over.outcome, over.reason) for over in overs] == [(Outcome.CANCELLED, "the client is gone")] * 2
 
 
@@ -367,7 +367,7 @@ def test_a_target_that_waits_for_what_ended_before_any_grant_is_notified(rig: Ri
     rig.expect()
     rig.side.cancel(KEY, "the client is gone")
     rig.side.on_heartbeat(T1, Heartbeat(False, ((KEY, 0),)))
-    assert [(over.grant, over.outcome) for over in rig.said(Over)] == [(0, Outcome.CANCELLED)]
+    assert [(over.grant, over.outcome) for over in rig.sent(Over)] == [(0, Outcome.CANCELLED)]
 
 
 def test_a_retraction_voids_what_was_announced_and_frees_the_blocks(rig: Rig) -> None:
@@ -379,11 +379,11 @@ def test_a_retraction_voids_what_was_announced_and_frees_the_blocks(rig: Rig) ->
     rig.side.retract(KEY)
     assert rig.generation > before
     assert rig.post.take() == [Retracted(KEY, 1, rig.generation)]
-    assert rig.told() == [Granted(KEY), Drained(KEY)]
+    assert rig.take_events() == [Granted(KEY), Drained(KEY)]
     rig.side.on_confirm_ask(T1, ConfirmAsk(KEY, 1, before))
     assert rig.post.take() == [Retracted(KEY, 1, rig.generation)]
     rig.compute(0, 1, 2)
-    assert [(announced.generation, announced.spans) for announced in rig.said(Announced)] == [(rig.generation, SPANS)]
+    assert [(announced.generation, announced.spans) for announced in rig.sent(Announced)] == [(rig.generation, SPANS)]
 
 
 def test_a_retraction_while_writing_waits_for_every_rank(rig: Rig) -> None:
@@ -395,50 +395,50 @@ def test_a_retraction_while_writing_waits_for_every_rank(rig: Rig) -> None:
     assert rig.state() is SourceState.RETRACTING
     rig.compute(1)
     rig.ranks.quiet(0, old)
-    assert Drained(KEY) not in rig.told()
+    assert Drained(KEY) not in rig.take_events()
     rig.ranks.quiet(1, old)
-    assert rig.told() == [Drained(KEY)]
+    assert rig.take_events() == [Drained(KEY)]
     rig.compute(0)
     assert {move.copy for move in rig.ranks.moves} == {rig.side.live[KEY].copy}
 
 
-@pytest.mark.parametrize("word", ["cancel", "stop"])
-def test_an_end_while_retracting_waits_for_the_writes_of_the_old_generation(rig: Rig, word: str) -> None:
+@pytest.mark.parametrize("how", ["cancel", "stop"])
+def test_an_end_while_retracting_waits_for_the_writes_of_the_old_generation(rig: Rig, how: str) -> None:
     rig.expect()
     rig.side.on_grant(T1, grant(writes=True))
     rig.compute(0)
     old = rig.side.live[KEY].copy
     rig.side.retract(KEY)
     rig.post.take()
-    rig.told()
-    if word == "cancel":
+    rig.take_events()
+    if how == "cancel":
         rig.side.cancel(KEY, "the client is gone")
     else:
         rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED, sequence=1))
     assert rig.post.take() == [], "nothing may be called stopped while a write of it is in flight"
-    assert rig.told() == []
+    assert rig.take_events() == []
     rig.ranks.quiet(0, old)
     rig.ranks.quiet(1, old)
-    assert [type(message) for message in rig.post.take()] == [Over if word == "cancel" else Stopped]
-    assert [type(event) for event in rig.told()] == [SourceEnded]
+    assert [type(message) for message in rig.post.take()] == [Over if how == "cancel" else Stopped]
+    assert [type(event) for event in rig.take_events()] == [SourceEnded]
 
 
 def test_a_source_that_writes_confirms_when_every_rank_has_moved_everything(rig: Rig) -> None:
     rig.serve(writes=True)
     copy = rig.side.live[KEY].copy
-    assert [announced.blocks for announced in rig.said(Announced)] == [()]
+    assert [announced.blocks for announced in rig.sent(Announced)] == [()]
     *rest, last = list(rig.ranks.moves)
     for move in rest:
         rig.ranks.finish(move)
     rig.side.on_confirm_ask(T1, ConfirmAsk(KEY, 1, copy.generation))
-    assert rig.said(Confirmed) == []
+    assert rig.sent(Confirmed) == []
     rig.ranks.finish(last)
-    assert rig.said(Confirmed) == [Confirmed(KEY, 1, copy.generation, TOKENS)]
+    assert rig.sent(Confirmed) == [Confirmed(KEY, 1, copy.generation, TOKENS)]
     rig.side.on_grant(T1, grant(writes=True))
-    assert rig.said(Confirmed) == [Confirmed(KEY, 1, copy.generation, TOKENS)]
+    assert rig.sent(Confirmed) == [Confirmed(KEY, 1, copy.generation, TOKENS)]
     rig.side.on_release(T1, Release(KEY, 1))
     assert rig.ranks.copies == {}
-    assert rig.told()[-1] == SourceEnded(KEY, Outcome.DELIVERED)
+    assert rig.take_events()[-1] == SourceEnded(KEY, Outcome.DELIVERED)
 
 
 def test_one_failed_rank_fails_all_and_the_others_stop_first(rig: Rig) -> None:
@@ -447,10 +447,10 @@ def test_one_failed_rank_fails_all_and_the_others_stop_first(rig: Rig) -> None:
     rig.post.take()
     rig.ranks.fail(1, copy, "the cable is cut")
     assert rig.ranks.stops == [(0, copy)]
-    assert rig.said(Over) == []
+    assert rig.sent(Over) == []
     rig.ranks.quiet_all()
-    assert [(over.outcome, over.reason) for over in rig.said(Over)] == [(Outcome.FAILED, "the cable is cut")]
-    assert rig.told()[-1] == SourceEnded(KEY, Outcome.FAILED, "the cable is cut")
+    assert [(over.outcome, over.reason) for over in rig.sent(Over)] == [(Outcome.FAILED, "the cable is cut")]
+    assert rig.take_events()[-1] == SourceEnded(KEY, Outcome.FAILED, "the cable is cut")
 
 
 def test_what_a_copy_of_another_generation_reports_is_counted_and_ignored(rig: Rig) -> None:
@@ -475,7 +475,7 @@ def test_a_target_that_stopped_it_gets_stopped(rig: Rig) -> None:
     rig.post.take()
     rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED, "the client is gone", sequence=1))
     assert rig.post.take() == [Stopped(KEY, 1)]
-    assert rig.told()[-1] == SourceEnded(KEY, Outcome.CANCELLED, "the target cancelled: the client is gone")
+    assert rig.take_events()[-1] == SourceEnded(KEY, Outcome.CANCELLED, "the target cancelled: the client is gone")
     rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED, sequence=1))
     assert rig.post.take() == [Stopped(KEY, 1)]
 
@@ -486,7 +486,7 @@ def test_a_target_that_is_gone_ends_what_it_had(rig: Rig) -> None:
     assert rig.state() is SourceState.SERVING
     assert rig.side.peers() == {T1}
     rig.side.on_peer_gone(T1, "dead")
-    assert rig.told()[-1] == SourceEnded(KEY, Outcome.FAILED, "dead")
+    assert rig.take_events()[-1] == SourceEnded(KEY, Outcome.FAILED, "dead")
 
 
 def test_a_grant_that_came_during_a_step_gets_heartbeats_until_the_engine_takes_requests_again(rig: Rig) -> None:
@@ -502,14 +502,14 @@ def test_a_grant_that_came_during_a_step_gets_heartbeats_until_the_engine_takes_
 
 
 def test_a_call_of_the_engine_about_a_parked_grant_is_ignored(rig: Rig) -> None:
-    """It speaks of the hand-off before this one, of whose end it has not heard yet."""
+    """It is about the hand-off before this one, whose end it has not received yet."""
     rig.side.on_grant(T1, grant())
     rig.compute(0)
     rig.side.retract(KEY)
     rig.offer()
     assert rig.state() is SourceState.PARKED
     assert rig.side.live[KEY].spans == []
-    assert rig.told() == []
+    assert rig.take_events() == []
 
 
 @pytest.mark.parametrize("is_granted", [False, True])
@@ -527,12 +527,12 @@ def test_an_offer_that_cannot_be_raises_and_changes_nothing(rig: Rig, is_granted
     assert (record.state, record.blocks, record.spans, record.offer) == before
 
 
-@pytest.mark.parametrize("told", [(0, 1), (1, 2), (0, 1, 1, 2)])
-def test_spans_that_are_not_the_whole_cache_fail_the_hand_off(rig: Rig, told: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("computed", [(0, 1), (1, 2), (0, 1, 1, 2)])
+def test_spans_that_are_not_the_whole_cache_fail_the_hand_off(rig: Rig, computed: tuple[int, ...]) -> None:
     rig.expect()
-    rig.compute(*told)
+    rig.compute(*computed)
     rig.offer()
-    ended = rig.told()[-1]
+    ended = rig.take_events()[-1]
     assert isinstance(ended, SourceEnded)
     assert ended.outcome is Outcome.FAILED
     assert "not the whole cache" in ended.reason
@@ -541,14 +541,14 @@ def test_spans_that_are_not_the_whole_cache_fail_the_hand_off(rig: Rig, told: tu
 def test_a_second_request_of_the_same_key_fails_and_leaves_the_first_alone(rig: Rig) -> None:
     rig.expect()
     rig.expect()
-    assert [type(event) for event in rig.told()] == [SourceEnded]
+    assert [type(event) for event in rig.take_events()] == [SourceEnded]
     assert rig.state() is SourceState.QUEUED
 
 
 def test_an_endless_reason_is_cut_to_what_the_wire_takes(rig: Rig) -> None:
     rig.serve()
     rig.side.cancel(KEY, "x" * 100_000)
-    over = rig.said(Over)[-1]
+    over = rig.sent(Over)[-1]
     assert len(over.reason) == MAX_REASON
     assert decode(encode(T1, "", over)).message == over
 
@@ -574,14 +574,14 @@ def test_heartbeats_go_to_the_targets_that_wait(rig: Rig) -> None:
 )
 def test_messages_about_nothing_do_nothing(rig: Rig, method: str, message: Any) -> None:
     getattr(rig.side, method)(T1, message)
-    assert rig.told() == []
+    assert rig.take_events() == []
     assert not rig.side.live
 
 
 def test_the_engine_is_notified_how_much_its_target_has_cached(rig: Rig) -> None:
     rig.expect()
     rig.side.on_grant(T1, msgspec.structs.replace(grant(), cached_tokens=2))
-    assert rig.told() == [Granted(KEY, cached_tokens=2)]
+    assert rig.take_events() == [Granted(KEY, cached_tokens=2)]
 
 
 def test_opaque_bytes_of_the_aux_record_arrive_as_they_are(rig: Rig) -> None:
@@ -589,7 +589,7 @@ def test_opaque_bytes_of_the_aux_record_arrive_as_they_are(rig: Rig) -> None:
     rig.expect()
     rig.side.on_grant(T1, grant())
     rig.side.offer(Offer(KEY, BLOCKS, TOKENS, aux), lambda: WHOLE)
-    (sent,) = rig.said(AuxSent)
+    (sent,) = rig.sent(AuxSent)
     assert decode(encode(T1, "", sent)).message == sent
     assert sent.aux is not None
     assert sent.aux.opaque == bytes(range(256))
@@ -600,18 +600,18 @@ def test_a_parked_grant_that_was_stopped_ends_the_request_that_comes_for_it(rig:
     rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED, "the client left", sequence=1))
     assert not rig.side.live
     rig.expect()
-    (ended,) = rig.told()
+    (ended,) = rig.take_events()
     assert isinstance(ended, SourceEnded)
     assert (ended.outcome, "the client left" in ended.reason) == (Outcome.CANCELLED, True)
     # A new grant for the same room is another attempt.
     rig.side.on_grant(T1, grant(2))
     rig.expect()
-    assert rig.told() == [Granted(KEY)]
+    assert rig.take_events() == [Granted(KEY)]
 
 
 def test_another_prompt_under_the_key_of_a_stopped_parked_grant_is_not_ended(rig: Rig) -> None:
     rig.side.on_grant(T1, grant())
     rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED, "the client left", sequence=1))
     rig.expect("another")
-    assert rig.told() == []
+    assert rig.take_events() == []
     assert rig.state() is SourceState.QUEUED

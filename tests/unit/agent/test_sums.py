@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from driver_rig import is_equal, landed, pair, start_handoff
 from driver_rig import key_of as driver_key
 
 from kvbaton.agent.engine_port import Allocation, Landed, Offer, SourceEnded, SourceRequest, TargetEnded
-from kvbaton.agent.rank_orders import SpanSummed
+from kvbaton.agent.rank_orders import CopyId, RankReport, SpanMoved, SpanSummed
 from kvbaton.config import HandoffSettings
 from kvbaton.core.handoff import Executor, Integrity, Mode, Outcome, Span
 from kvbaton.core.messages import ConfirmAsk, Confirmed
@@ -63,11 +64,26 @@ class Pair:
             node.ranks.quiet_all()
         self.settle()
 
-    def said(self, node: Node, kind: type[Any]) -> list[Any]:
-        return [message for message in node.said if isinstance(message, kind)]
+    def sent(self, node: Node, kind: type[Any]) -> list[Any]:
+        return [message for message in node.sent if isinstance(message, kind)]
 
-    def target_told(self) -> list[Any]:
+    def target_events(self) -> list[Any]:
         return [event for event in self.target.events if isinstance(event, Landed | TargetEnded)]
+
+
+def test_spans_of_a_copy_that_are_reported_in_a_row_are_summed_with_one_order() -> None:
+    pair = Pair()
+    copies = {move.copy for move in pair.target.ranks.moves}
+    (copy,) = copies
+    late = CopyId(key_of("another"), 1, 1)
+    reports = deque[RankReport](SpanMoved(copy, 0, number, 10, 10) for number in range(2))
+    reports += [SpanMoved(copy, 1, 0, 10, 10), SpanMoved(late, 1, 1, 10, 10), SpanMoved(copy, 1, 1, 10, 10)]
+    while reports:
+        pair.target.coordinator.take_report(reports)
+    sums = [(rank, [span.number for span in order.spans]) for rank, order in pair.target.ranks.sums]
+    assert sums == [(0, [0, 1]), (1, [0]), (1, [1])]
+    assert pair.target.coordinator.target.live[KEY].moved == {0: {0, 1}, 1: {0, 1}}
+    assert pair.target.coordinator.target.late_total["copy"] == 1
 
 
 def test_spans_are_summed_as_they_are_announced_and_moved_and_compared_before_landed() -> None:
@@ -78,14 +94,14 @@ def test_spans_are_summed_as_they_are_announced_and_moved_and_compared_before_la
     pair.move()
     assert len(pair.target.ranks.sums) == RANKS * TOKENS
     pair.offer()
-    assert pair.said(pair.target, ConfirmAsk) == [], "nothing is asked before our own sums are there"
+    assert pair.sent(pair.target, ConfirmAsk) == [], "nothing is asked before our own sums are there"
     pair.sum(pair.target)
-    assert len(pair.said(pair.target, ConfirmAsk)) == 1
-    assert pair.said(pair.source, Confirmed) == [], "nothing is confirmed before the source's sums are there"
+    assert len(pair.sent(pair.target, ConfirmAsk)) == 1
+    assert pair.sent(pair.source, Confirmed) == [], "nothing is confirmed before the source's sums are there"
     pair.sum(pair.source)
-    (confirmed,) = pair.said(pair.source, Confirmed)
+    (confirmed,) = pair.sent(pair.source, Confirmed)
     assert len(confirmed.sums) == RANKS * TOKENS
-    assert isinstance(pair.target_told()[0], Landed)
+    assert isinstance(pair.target_events()[0], Landed)
     assert pair.target.coordinator.target.mismatches_total == 0
 
 
@@ -97,7 +113,7 @@ def test_a_wrong_sum_fails_the_handoff_with_both_values_and_is_counted(writes: b
     pair.sum(pair.source)
     pair.sum(pair.target, wrong=7)
     pair.quiet()
-    (ended,) = pair.target_told()
+    (ended,) = pair.target_events()
     assert ended.outcome is Outcome.FAILED
     assert ended.reason.startswith("checksum of span 0 (tokens 0 to 1, layers 0 to 1) in leg 0")
     assert "00000007 at the target and 00000000 at the source" in ended.reason
@@ -109,14 +125,14 @@ def test_where_the_source_writes_the_target_sums_after_the_confirmation_and_befo
     pair = Pair(writes=True)
     pair.offer()
     pair.move()
-    assert pair.said(pair.source, Confirmed) == []
+    assert pair.sent(pair.source, Confirmed) == []
     assert pair.target.ranks.sums == []
     pair.sum(pair.source)
-    assert len(pair.said(pair.source, Confirmed)) == 1
-    assert pair.target_told() == []
+    assert len(pair.sent(pair.source, Confirmed)) == 1
+    assert pair.target_events() == []
     assert {rank for rank, _ in pair.target.ranks.sums} == set(range(RANKS))
     pair.sum(pair.target)
-    assert isinstance(pair.target_told()[0], Landed)
+    assert isinstance(pair.target_events()[0], Landed)
 
 
 def test_sums_that_are_missing_are_wrong() -> None:
@@ -124,10 +140,10 @@ def test_sums_that_are_missing_are_wrong() -> None:
     pair.move()
     pair.offer()
     pair.sum(pair.target)
-    (ask,) = pair.said(pair.target, ConfirmAsk)
+    (ask,) = pair.sent(pair.target, ConfirmAsk)
     pair.target.coordinator.target.on_confirmed(pair.source.card.incarnation, Confirmed(KEY, ask.grant, ask.generation, TOKENS))
     pair.quiet()
-    (ended,) = pair.target_told()
+    (ended,) = pair.target_events()
     assert "missing at the source" in ended.reason
 
 
@@ -137,7 +153,7 @@ def test_a_source_that_cannot_sum_fails_at_once_on_both_sides() -> None:
     pair.source.coordinator.on_rank(SpanSummed(ask.copy, Side.SOURCE, rank, 0, (), "checksum: no memory"))
     pair.settle()
     pair.quiet()
-    (ended,) = pair.target_told()
+    (ended,) = pair.target_events()
     assert (ended.outcome, "no memory" in ended.reason) == (Outcome.FAILED, True)
 
 
@@ -159,14 +175,14 @@ def test_a_retraction_drops_the_sums_with_the_spans() -> None:
     pair.move()
     pair.sum(pair.source)
     pair.sum(pair.target)
-    assert isinstance(pair.target_told()[0], Landed)
+    assert isinstance(pair.target_events()[0], Landed)
 
 
 def test_without_checksums_nothing_is_summed() -> None:
     pair = Pair(settings=HandoffSettings())
     pair.move()
     pair.offer()
-    assert isinstance(pair.target_told()[0], Landed)
+    assert isinstance(pair.target_events()[0], Landed)
     assert pair.source.ranks.sums == pair.target.ranks.sums == []
 
 

@@ -45,7 +45,7 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 @dataclass
 class Rig:
-    """A target side, everything it says, and a source that is spoken for by the test."""
+    """A target side, everything it sends, and a source that the test plays."""
 
     writes: bool = False
     mode: Mode = Mode.PUSH
@@ -59,12 +59,12 @@ class Rig:
         self.side = TargetSide(card, "scripted", LIMITS, self.clock, self.post, self.ranks, self.events.append)
         self.ranks.report = self.side.on_copy  # type: ignore[assignment]
 
-    def said(self, kind: type[MessageT]) -> list[MessageT]:
-        """What was said of one kind since the last look."""
+    def sent(self, kind: type[MessageT]) -> list[MessageT]:
+        """Messages of one kind that were sent since the last look."""
         return [message for message in self.post.take() if isinstance(message, kind)]
 
-    def told(self) -> list[EngineEvent]:
-        """What the engine was told since the last look."""
+    def take_events(self) -> list[EngineEvent]:
+        """Events that the engine got since the last look."""
         events = list(self.events)
         self.events.clear()
         return events
@@ -117,7 +117,7 @@ def writing() -> Rig:
 
 
 def outcomes(events: list[EngineEvent]) -> list[Outcome]:
-    """The outcomes that an engine was told."""
+    """The outcomes that an engine got."""
     return [event.outcome if isinstance(event, TargetEnded) else Outcome.DELIVERED for event in events]
 
 
@@ -134,13 +134,13 @@ def test_a_read_is_granted_filled_confirmed_and_landed(rig: Rig) -> None:
     *rest, last = list(rig.ranks.moves)
     for move in rest:
         rig.ranks.finish(move)
-    assert rig.said(ConfirmAsk) == []
+    assert rig.sent(ConfirmAsk) == []
     rig.ranks.finish(last)
     assert rig.post.take() == [ConfirmAsk(KEY, 1, 1)]
-    assert rig.told() == []
+    assert rig.take_events() == []
     rig.confirm()
     assert rig.post.take() == [Release(KEY, 1)]
-    (landed,) = rig.told()
+    (landed,) = rig.take_events()
     assert isinstance(landed, Landed)
     assert (landed.key, landed.aux, landed.stats.bytes_moved) == (KEY, AUX, 10 * RANKS * TOKENS)
     assert not rig.side.live
@@ -149,23 +149,23 @@ def test_a_read_is_granted_filled_confirmed_and_landed(rig: Rig) -> None:
 
 def test_a_write_lands_when_the_source_has_confirmed(writing: Rig) -> None:
     writing.grant()
-    (grant,) = writing.said(Grant)
+    (grant,) = writing.sent(Grant)
     assert (grant.executor, grant.blocks) == (Executor.SOURCE_WRITES, BLOCKS)
     writing.announce(0, 1, 2)
     assert writing.ranks.moves == []
     writing.confirm()
-    assert writing.told() == [], "a confirmation counts against what was prefilled"
+    assert writing.take_events() == [], "a confirmation counts against what was prefilled"
     writing.finish_prefill()
-    assert writing.told() == []
+    assert writing.take_events() == []
     writing.confirm()
-    assert outcomes(writing.told()) == [Outcome.DELIVERED]
-    assert writing.said(Release) == [Release(KEY, 1)]
+    assert outcomes(writing.take_events()) == [Outcome.DELIVERED]
+    assert writing.sent(Release) == [Release(KEY, 1)]
 
 
 def test_in_pull_the_target_reads_whatever_its_transport_can_do() -> None:
     rig = Rig(writes=True, mode=Mode.PULL)
     rig.grant()
-    assert [grant.executor for grant in rig.said(Grant)] == [Executor.TARGET_READS]
+    assert [grant.executor for grant in rig.sent(Grant)] == [Executor.TARGET_READS]
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
@@ -193,7 +193,7 @@ def test_nothing_is_complete_while_a_part_is_missing(rig: Rig, missing: str) -> 
     for move in [move for move in rig.ranks.moves if missing != "one rank" or move.rank == 0]:
         rig.ranks.finish(move)
     assert rig.state() is TargetState.FILLING
-    assert rig.said(ConfirmAsk) == []
+    assert rig.sent(ConfirmAsk) == []
 
 
 def test_a_span_counts_once_however_often_it_is_reported(rig: Rig) -> None:
@@ -215,7 +215,7 @@ def test_a_confirmation_of_anything_else_does_not_deliver(rig: Rig, generation: 
     rig.fill()
     rig.confirm(generation=generation, count=count, grant=grant)
     rig.side.on_confirmed(S2, Confirmed(KEY, 1, 1, TOKENS))
-    assert rig.told() == []
+    assert rig.take_events() == []
     assert rig.side.late_total["confirmed"] == 2
 
 
@@ -225,7 +225,7 @@ def test_a_confirmation_before_the_last_byte_does_not_deliver(rig: Rig) -> None:
     rig.finish_prefill()
     rig.confirm()
     rig.ranks.finish_all()
-    assert rig.told() == []
+    assert rig.take_events() == []
     assert rig.state() is TargetState.CONFIRMING
 
 
@@ -233,7 +233,7 @@ def test_a_count_that_changes_is_not_believed(rig: Rig) -> None:
     rig.fill()
     rig.side.on_prefilled(S1, Prefilled(KEY, 1, 1, TOKENS + 1, TOKENS, 0.0))
     rig.confirm(count=TOKENS + 1)
-    assert rig.told() == []
+    assert rig.take_events() == []
 
 
 @pytest.mark.parametrize("numbers", [(0, 1), (1, 2), ()])
@@ -243,7 +243,7 @@ def test_spans_that_are_not_the_whole_cache_are_not_delivered(rig: Rig, numbers:
     rig.finish_prefill(count=len(numbers))
     rig.ranks.finish_all()
     rig.ranks.quiet_all()
-    (ended,) = rig.told()
+    (ended,) = rig.take_events()
     assert isinstance(ended, TargetEnded)
     assert "not the whole cache" in ended.reason
 
@@ -251,7 +251,7 @@ def test_spans_that_are_not_the_whole_cache_are_not_delivered(rig: Rig, numbers:
 def test_another_number_of_tokens_is_refused_with_both(rig: Rig) -> None:
     rig.grant()
     rig.finish_prefill(tokens=TOKENS + 1)
-    (ended,) = rig.told()
+    (ended,) = rig.take_events()
     assert isinstance(ended, TargetEnded)
     assert "4 tokens" in ended.reason
     assert "asked for 3" in ended.reason
@@ -309,7 +309,7 @@ def test_what_was_moved_before_a_retraction_does_not_count(rig: Rig) -> None:
     assert rig.side.late_total["announced"] == 1
     rig.announce(1, 2, generation=2)
     rig.ranks.finish_all()
-    assert rig.said(ConfirmAsk) == [ConfirmAsk(KEY, 1, 2)]
+    assert rig.sent(ConfirmAsk) == [ConfirmAsk(KEY, 1, 2)]
 
 
 def test_a_retraction_after_the_last_byte_starts_over(rig: Rig) -> None:
@@ -317,7 +317,7 @@ def test_a_retraction_after_the_last_byte_starts_over(rig: Rig) -> None:
     rig.side.on_retracted(S1, Retracted(KEY, 1, 2))
     rig.confirm()
     rig.ranks.quiet_all()
-    assert rig.told() == []
+    assert rig.take_events() == []
     assert rig.state() is TargetState.FILLING
 
 
@@ -326,11 +326,11 @@ def test_one_failed_rank_fails_all_when_the_others_are_quiet(rig: Rig) -> None:
     rig.announce(0)
     copy = rig.side.live[KEY].copy
     rig.ranks.fail(1, copy, "the cable is cut")
-    assert rig.told() == []
+    assert rig.take_events() == []
     assert rig.side.quarantined_blocks == 3
-    assert [stop.reason for stop in rig.said(Stop)] == ["the cable is cut"]
+    assert [stop.reason for stop in rig.sent(Stop)] == ["the cable is cut"]
     rig.ranks.quiet_all()
-    assert rig.told() == [TargetEnded(KEY, Outcome.FAILED, "the cable is cut")]
+    assert rig.take_events() == [TargetEnded(KEY, Outcome.FAILED, "the cable is cut")]
     assert rig.side.quarantined_blocks == 0
 
 
@@ -339,9 +339,9 @@ def test_blocks_that_a_source_may_write_to_come_back_when_it_is_quiet(writing: R
     writing.grant()
     writing.announce(0)
     writing.side.cancel(KEY, "the client is gone")
-    assert writing.said(Stop) == [Stop(KEY, 1, Outcome.CANCELLED, "the client is gone", sequence=1)]
+    assert writing.sent(Stop) == [Stop(KEY, 1, Outcome.CANCELLED, "the client is gone", sequence=1)]
     writing.pass_time(1000 * LIMITS.transfer_timeout)
-    assert writing.told() == [], "time alone never frees target memory"
+    assert writing.take_events() == [], "time alone never frees target memory"
     match answer:
         case "stopped":
             writing.side.on_stopped(S1, Stopped(KEY, 1))
@@ -353,7 +353,7 @@ def test_blocks_that_a_source_may_write_to_come_back_when_it_is_quiet(writing: R
             writing.side.on_peer_gone(S1, "dead")
         case "region":
             writing.side.on_region_fenced(2)
-    assert outcomes(writing.told()) == [Outcome.CANCELLED]
+    assert outcomes(writing.take_events()) == [Outcome.CANCELLED]
 
 
 def test_a_source_that_does_not_stop_is_fenced_by_stronger_and_stronger_means(writing: Rig) -> None:
@@ -369,7 +369,7 @@ def test_a_source_that_does_not_stop_is_fenced_by_stronger_and_stronger_means(wr
         (TargetState.ISOLATED, [(S1, 2)], [3]),
         (TargetState.ISOLATED, [(S1, 2)], [3]),
     ]
-    assert len(writing.said(Stop)) >= 5
+    assert len(writing.sent(Stop)) >= 5
 
 
 @pytest.mark.parametrize("sender", [S2, S1])
@@ -378,14 +378,14 @@ def test_only_the_stop_of_this_grant_frees_blocks(writing: Rig, sender: Incarnat
     writing.side.cancel(KEY, "the client is gone")
     writing.side.on_stopped(sender, Stopped(KEY, 1 if sender == S2 else 2))
     writing.side.on_stopped(sender, Stopped(key_of("other"), 1))
-    assert writing.told() == []
+    assert writing.take_events() == []
 
 
 def test_stopped_means_nothing_while_the_hand_off_is_live(writing: Rig) -> None:
     writing.grant()
     writing.side.on_stopped(S1, Stopped(KEY, 1))
     writing.side.cancel(KEY, "the client is gone")
-    assert writing.told() == []
+    assert writing.take_events() == []
 
 
 def test_a_stale_number_is_replaced_and_what_was_received_is_forgotten(rig: Rig) -> None:
@@ -393,7 +393,7 @@ def test_a_stale_number_is_replaced_and_what_was_received_is_forgotten(rig: Rig)
     rig.finish_prefill()
     rig.post.take()
     rig.side.on_refused(S1, Refused("this grant was used before", KEY, 1, stale=True))
-    assert [grant.grant for grant in rig.said(Grant)] == [2]
+    assert [grant.grant for grant in rig.sent(Grant)] == [2]
     record = rig.side.live[KEY]
     assert (record.generation, record.span_count, record.aux) == (0, None, None)
     rig.announce(0, 1, 2, grant=1)
@@ -405,9 +405,9 @@ def test_a_stale_number_is_replaced_by_one_that_the_source_accepts(rig: Rig, use
     rig.grant()
     rig.post.take()
     rig.side.on_refused(S1, Refused("used before", KEY, 1, stale=True, used_up_to=used_up_to))
-    assert [grant.sequence for grant in rig.said(Grant)] == [used_up_to + 1]
+    assert [grant.sequence for grant in rig.sent(Grant)] == [used_up_to + 1]
     rig.grant(key_of("next"))
-    assert [grant.sequence for grant in rig.said(Grant)] == [used_up_to + 2], "later grants go on from there"
+    assert [grant.sequence for grant in rig.sent(Grant)] == [used_up_to + 2], "later grants go on from there"
 
 
 def test_a_forged_refusal_that_sends_the_count_away_is_healed_by_the_next_true_one(rig: Rig) -> None:
@@ -415,7 +415,7 @@ def test_a_forged_refusal_that_sends_the_count_away_is_healed_by_the_next_true_o
     rig.side.on_refused(S1, Refused("forged", KEY, 1, stale=True, used_up_to=1 << 61))
     rig.post.take()
     rig.side.on_refused(S1, Refused("too far ahead", KEY, 2, stale=True, used_up_to=1))
-    assert [(grant.grant, grant.sequence) for grant in rig.said(Grant)] == [(3, 2)]
+    assert [(grant.grant, grant.sequence) for grant in rig.sent(Grant)] == [(3, 2)]
 
 
 @pytest.mark.parametrize("used_up_to", [0, 1, 1 << 40])
@@ -426,9 +426,9 @@ def test_a_source_that_refuses_every_number_fails_the_hand_off_by_name(rig: Rig,
             break
         number = rig.side.live[KEY].grant
         rig.side.on_refused(S1, Refused("used before", KEY, number, stale=True, used_up_to=used_up_to))
-    grants = rig.said(Grant)
+    grants = rig.sent(Grant)
     assert len(grants) <= 9
-    (ended,) = rig.told()
+    (ended,) = rig.take_events()
     assert isinstance(ended, TargetEnded)
     assert ended.outcome is Outcome.FAILED
     assert "refused 9 grants in a row as stale" in ended.reason
@@ -438,9 +438,9 @@ def test_a_source_that_refuses_every_number_fails_the_hand_off_by_name(rig: Rig,
 def test_a_source_without_a_number_left_fails_the_hand_off_by_name(rig: Rig) -> None:
     rig.grant()
     rig.side.on_refused(S1, Refused("used before", KEY, 1, stale=True, used_up_to=1 << 62))
-    assert outcomes(rig.told()) == [Outcome.FAILED]
+    assert outcomes(rig.take_events()) == [Outcome.FAILED]
     rig.grant(key_of("next"))
-    assert rig.said(Grant)[-1].sequence == 2, "a number that cannot be sent is not kept"
+    assert rig.sent(Grant)[-1].sequence == 2, "a number that cannot be sent is not kept"
 
 
 def test_refusals_and_beats_without_our_grant_renew_no_deadline(rig: Rig) -> None:
@@ -451,7 +451,7 @@ def test_refusals_and_beats_without_our_grant_renew_no_deadline(rig: Rig) -> Non
             number = rig.side.live[KEY].grant
             rig.side.on_refused(S1, Refused("used before", KEY, number, stale=True, used_up_to=number))
             rig.side.on_heartbeat(S1, Heartbeat(True, ((KEY, 0),)))
-    assert outcomes(rig.told()) == [Outcome.EXPIRED]
+    assert outcomes(rig.take_events()) == [Outcome.EXPIRED]
 
 
 def test_beats_for_our_grant_renew_the_deadline(rig: Rig) -> None:
@@ -465,13 +465,13 @@ def test_beats_for_our_grant_renew_the_deadline(rig: Rig) -> None:
 def test_grants_are_counted_for_each_source(rig: Rig) -> None:
     for number, source in enumerate(["s1", "s2", "s1", "s3"]):
         rig.grant(key_of(f"k{number}"), source)
-    assert [(grant.grant, grant.sequence) for grant in rig.said(Grant)] == [(1, 1), (2, 1), (3, 2), (4, 1)]
+    assert [(grant.grant, grant.sequence) for grant in rig.sent(Grant)] == [(1, 1), (2, 1), (3, 2), (4, 1)]
 
 
 def test_a_refusal_fails_with_the_reason(rig: Rig) -> None:
     rig.grant()
     rig.side.on_refused(S1, Refused("it belongs to another target", KEY, 1))
-    assert rig.told() == [TargetEnded(KEY, Outcome.FAILED, "it belongs to another target")]
+    assert rig.take_events() == [TargetEnded(KEY, Outcome.FAILED, "it belongs to another target")]
 
 
 def test_no_two_grants_share_a_number(rig: Rig) -> None:
@@ -485,7 +485,7 @@ def test_a_source_that_still_holds_what_ended_is_notified_how(rig: Rig) -> None:
     rig.confirm()
     rig.post.take()
     rig.side.on_heartbeat(S1, Heartbeat(True, ((KEY, 1),)))
-    assert rig.post.take() == [], "it was told just now"
+    assert rig.post.take() == [], "it was sent just now"
     rig.clock.now += LIMITS.retry
     rig.side.on_heartbeat(S1, Heartbeat(True, ((KEY, 1), (KEY, 0), (key_of("never"), 9))))
     release, stop = rig.post.take()
@@ -503,7 +503,7 @@ def test_a_delivery_from_one_source_is_not_sent_to_another(rig: Rig) -> None:
     rig.finish_prefill(grant=second)
     rig.ranks.finish_all()
     rig.confirm(grant=second)
-    assert outcomes(rig.told()) == [Outcome.CANCELLED, Outcome.DELIVERED]
+    assert outcomes(rig.take_events()) == [Outcome.CANCELLED, Outcome.DELIVERED]
     rig.post.take()
     rig.clock.now += LIMITS.retry
     rig.side.on_heartbeat(S2, Heartbeat(True, ((KEY, first),)))
@@ -524,7 +524,7 @@ def test_lack_of_progress_ends_it_and_heartbeats_and_spans_are_progress(rig: Rig
     assert rig.state() is TargetState.FILLING
     rig.pass_time(1)
     rig.ranks.quiet_all()
-    (ended,) = rig.told()
+    (ended,) = rig.take_events()
     assert isinstance(ended, TargetEnded)
     assert ended.outcome is Outcome.EXPIRED
     assert "30 s while filling" in ended.reason
@@ -537,9 +537,9 @@ def test_waiting_for_memory_has_a_deadline_of_its_own_and_keeps_dialling(rig: Ri
     for _ in range(19):
         rig.pass_time(LIMITS.transfer_timeout)
     assert rig.state() is TargetState.QUEUED
-    assert len(rig.said(Hello)) == 19
+    assert len(rig.sent(Hello)) == 19
     rig.pass_time(LIMITS.queue_timeout - 19 * LIMITS.transfer_timeout)
-    assert outcomes(rig.told()) == [Outcome.EXPIRED]
+    assert outcomes(rig.take_events()) == [Outcome.EXPIRED]
 
 
 @pytest.mark.parametrize(
@@ -565,7 +565,7 @@ def test_a_question_without_an_answer_is_asked_again_less_and_less_often(stage: 
     asked = []
     for _ in range(40):
         rig.pass_time(0.1)
-        asked.append(len(rig.said(kind)))
+        asked.append(len(rig.sent(kind)))
     assert [index for index, count in enumerate(asked, 1) if count] == [10, 30]
 
 
@@ -573,26 +573,26 @@ def test_a_question_behind_others_that_are_being_answered_is_not_asked_again(rig
     *others, last = (key_of(f"k{number}") for number in range(6))
     for key in (*others, last):
         rig.grant(key)
-    rig.said(Grant)
+    rig.sent(Grant)
     for number, key in enumerate(others, 1):
         rig.clock.now += LIMITS.retry / 2
         rig.side.on_announced(S1, Announced(key, number, 1, SOURCE_BLOCKS, SPANS))
         rig.side.tick()
-    assert last not in [grant.key for grant in rig.said(Grant)]
+    assert last not in [grant.key for grant in rig.sent(Grant)]
     rig.pass_time(2 * LIMITS.retry)
-    assert last in [grant.key for grant in rig.said(Grant)], "the source has fallen silent"
+    assert last in [grant.key for grant in rig.sent(Grant)], "the source has fallen silent"
 
 
 def test_a_lost_question_is_asked_again_however_long_the_source_streams_something_else(rig: Rig) -> None:
     streamed, lost = key_of("streamed"), key_of("lost")
     for key in (streamed, lost):
         rig.grant(key)
-    rig.said(Grant)
+    rig.sent(Grant)
     for _ in range(4):
         rig.clock.now += LIMITS.retry / 2
         rig.side.on_announced(S1, Announced(streamed, 1, 1, SOURCE_BLOCKS, SPANS))
         rig.side.tick()
-    assert lost in [grant.key for grant in rig.said(Grant)]
+    assert lost in [grant.key for grant in rig.sent(Grant)]
 
 
 def test_signs_of_life_do_not_replace_the_confirmation(rig: Rig) -> None:
@@ -607,11 +607,11 @@ def test_a_question_that_was_overtaken_by_a_later_one_is_asked_again(rig: Rig) -
     first, second = key_of("first"), key_of("second")
     for key in (first, second):
         rig.grant(key)
-    rig.said(Grant)
+    rig.sent(Grant)
     rig.clock.now += LIMITS.retry
     rig.side.on_announced(S1, Announced(second, 2, 1, SOURCE_BLOCKS, SPANS))
     rig.side.tick()
-    assert first in [grant.key for grant in rig.said(Grant)]
+    assert first in [grant.key for grant in rig.sent(Grant)]
 
 
 def test_nothing_is_asked_while_only_our_own_copies_are_waited_for(rig: Rig) -> None:
@@ -620,13 +620,13 @@ def test_nothing_is_asked_while_only_our_own_copies_are_waited_for(rig: Rig) -> 
     rig.finish_prefill()
     rig.post.take()
     rig.pass_time(3 * LIMITS.retry)
-    assert rig.said(Grant) == []
+    assert rig.sent(Grant) == []
 
 
 def test_another_incarnation_than_the_expected_one_fails_with_both(rig: Rig) -> None:
     rig.side.expect(rig.request(incarnation=Incarnation("s0")), None)
     rig.side.on_card(card_of("s1", RANKS), ADDRESS)
-    (ended,) = rig.told()
+    (ended,) = rig.take_events()
     assert isinstance(ended, TargetEnded)
     assert "s0" in ended.reason
     assert "s1" in ended.reason
@@ -643,10 +643,10 @@ def test_a_card_that_comes_late_is_met_in_either_order(rig: Rig) -> None:
     assert rig.side.late_total["allocated"] == 1
 
 
-def test_a_source_that_ended_before_any_grant_ends_who_waits(rig: Rig) -> None:
+def test_a_source_that_ended_before_any_grant_ends_the_hand_off_that_waits(rig: Rig) -> None:
     rig.grant()
     rig.side.on_over(S1, Over(KEY, 0, Outcome.CANCELLED, "the client is gone"))
-    assert rig.told() == [TargetEnded(KEY, Outcome.FAILED, "the source cancelled: the client is gone")]
+    assert rig.take_events() == [TargetEnded(KEY, Outcome.FAILED, "the source cancelled: the client is gone")]
 
 
 def test_messages_that_name_no_grant_are_not_for_a_request_that_has_none(rig: Rig) -> None:
@@ -657,7 +657,7 @@ def test_messages_that_name_no_grant_are_not_for_a_request_that_has_none(rig: Ri
     rig.side.on_retracted(S1, Retracted(KEY, 0, 5))
     rig.side.on_refused(S1, Refused("no", KEY, 0))
     assert rig.state() is TargetState.QUEUED
-    assert rig.told() == []
+    assert rig.take_events() == []
 
 
 def test_a_new_registration_fails_only_what_was_written_under_the_old_one(writing: Rig) -> None:
@@ -668,23 +668,23 @@ def test_a_new_registration_fails_only_what_was_written_under_the_old_one(writin
     writing.pass_time(LIMITS.stop_timeout)
     (epoch,) = writing.ranks.resets
     writing.grant(key_of("new"))
-    assert writing.said(Grant)[-1].epoch == epoch
+    assert writing.sent(Grant)[-1].epoch == epoch
     writing.side.on_region_fenced(epoch)
-    assert outcomes(writing.told()) == [Outcome.CANCELLED, Outcome.FAILED]
+    assert outcomes(writing.take_events()) == [Outcome.CANCELLED, Outcome.FAILED]
     assert set(writing.side.live) == {key_of("new")}
 
 
 def test_a_second_request_of_the_same_key_fails_and_leaves_the_first_alone(rig: Rig) -> None:
     rig.grant()
     rig.side.expect(rig.request(), card_of("s1", RANKS))
-    assert outcomes(rig.told()) == [Outcome.FAILED]
+    assert outcomes(rig.take_events()) == [Outcome.FAILED]
     assert rig.state() is TargetState.GRANTED
 
 
 def test_an_endless_reason_is_cut_to_what_the_wire_takes(writing: Rig) -> None:
     writing.grant()
     writing.side.cancel(KEY, "x" * 100_000)
-    assert [len(stop.reason) for stop in writing.said(Stop)] == [MAX_REASON]
+    assert [len(stop.reason) for stop in writing.sent(Stop)] == [MAX_REASON]
 
 
 def test_the_aux_record_that_landed_is_the_one_that_was_sent(rig: Rig) -> None:
@@ -695,14 +695,14 @@ def test_the_aux_record_that_landed_is_the_one_that_was_sent(rig: Rig) -> None:
     rig.side.on_aux(S1, AuxSent(KEY, 2, Aux(99, 0.0)))
     rig.ranks.finish_all()
     rig.confirm()
-    (landed,) = rig.told()
+    (landed,) = rig.take_events()
     assert isinstance(landed, Landed)
     assert landed.aux == AUX
 
 
 def test_heartbeats_go_to_the_sources_that_are_waited_for(rig: Rig) -> None:
     rig.side.expect(rig.request(key_of("queued")), card_of("s1", RANKS))
-    rig.side.expect(rig.request(key_of("stranger")), None)
+    rig.side.expect(rig.request(key_of("unknown")), None)
     number = rig.grant()
     assert rig.side.beat() == {S1: Heartbeat(False, ((key_of("queued"), 0), (KEY, number)))}
     assert rig.side.peers() == {S1}
@@ -721,7 +721,7 @@ def test_wire_time_that_computing_hid_is_not_taken_off_the_hand_over(rig: Rig) -
     rig.ranks.finish_all()
     rig.clock.now += 0.5
     rig.confirm()
-    (landed,) = rig.told()
+    (landed,) = rig.take_events()
     assert isinstance(landed, Landed)
     assert landed.stats.wire_s == pytest.approx(3.0 + 1.25)
     assert landed.stats.handover_s == pytest.approx(0.5)
@@ -731,7 +731,7 @@ def test_a_dial_ends_with_the_last_request_that_needed_it(rig: Rig) -> None:
     """While a request or its notice waits for the source it is dialled; after that, nothing may connect there again."""
     for name in ("one", "two"):
         rig.side.expect(rig.request(key_of(name)), None)
-    assert rig.said(Hello)
+    assert rig.sent(Hello)
     for name in ("one", "two"):
         rig.pass_time(LIMITS.retry)
         assert rig.post.hung_up == [], "it is still needed"
@@ -743,9 +743,9 @@ def test_a_dial_ends_with_the_last_request_that_needed_it(rig: Rig) -> None:
         rig.pass_time(LIMITS.retry / 2)
     assert rig.post.hung_up == [ADDRESS]
     assert rig.side.next_deadline() is None
-    rig.said(Hello)
+    rig.sent(Hello)
     rig.pass_time(10 * LIMITS.transfer_timeout)
-    assert rig.said(Hello) == []
+    assert rig.sent(Hello) == []
 
 
 def test_a_source_that_answers_is_not_hung_up_on(rig: Rig) -> None:
@@ -754,3 +754,16 @@ def test_a_source_that_answers_is_not_hung_up_on(rig: Rig) -> None:
     rig.side.cancel(KEY, "the client is gone")
     rig.pass_time(10 * LIMITS.transfer_timeout)
     assert rig.post.hung_up == []
+
+
+def test_a_span_that_is_announced_again_as_another_one_fails_the_hand_off() -> None:
+    rig = Rig()
+    grant = rig.grant()
+    rig.announce(0, 1)
+    rig.announce(1)
+    assert rig.side.live[KEY].state is TargetState.FILLING, "the same span again is a repetition"
+    other = Span(1, 0, 2, 0, 1)
+    rig.side.on_announced(S1, Announced(KEY, grant, 1, SOURCE_BLOCKS, (other,)))
+    assert rig.side.live[KEY].state is TargetState.STOPPING
+    assert rig.side.live[KEY].spans[1] == SPANS[1]
+    assert "announced span 1 as" in rig.side.live[KEY].reason

@@ -67,7 +67,7 @@ def test_the_layout_names_the_bytes_of_the_region() -> None:
     pages = TaggedPages(SHAPE, 8, 12)
     (group,) = pages.layout().groups
     assert group.end == pages.layout().region_bytes == pages.data.nbytes
-    assert all(plane.is_token_contiguous for plane in group.planes)
+    assert all(plane.is_channel_contiguous and plane.token_stride == plane.token_bytes for plane in group.planes)
 
 
 def test_a_shape_that_makes_no_sense_is_refused() -> None:

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from kvbaton.bench.asking import Alone, Answered, AskedPrompt, Asking, AtOnce, InOneRoom, OneAfterTheOther
 from kvbaton.core.addresses import ControlAddress
-from kvbaton.core.auth import AddressProof
+from kvbaton.core.auth import AddressProof, RoomProof
 from kvbaton.errors import PeerLost, ProtocolError
 from kvbaton.launch.ports import PortPicker
 
@@ -96,12 +96,15 @@ def test_both_at_once_know_the_same_transfer() -> None:
 
 def test_servers_of_sglang_meet_in_one_room() -> None:
     prefill, decode = Server(), Server()
-    answered = asked(lambda: InOneRoom(prefill.url, decode.url, ControlAddress.of("h", 7)), prefill, decode)
+    source = ControlAddress.of("h", 7)
+    rooms = RoomProof(b"a key of the cluster", source, ControlAddress.of("h", 8))
+    answered = asked(lambda: InOneRoom(prefill.url, decode.url, source, rooms), prefill, decode)
     (first,), (second,) = prefill.seen, decode.seen
     assert (
         (first["bootstrap_host"], first["bootstrap_port"]) == (second["bootstrap_host"], second["bootstrap_port"]) == ("h", 7)
     )
     assert answered.transfer_id == f"tx-{first['bootstrap_room']:032x}" == f"tx-{second['bootstrap_room']:032x}"
+    assert rooms.fits(first["bootstrap_room"])
 
 
 @pytest.mark.parametrize("at_once", [True, False])

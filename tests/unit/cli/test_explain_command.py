@@ -93,7 +93,7 @@ def test_json_is_one_object(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert explained(monkeypatch, TRANSFER, "--router", router.url, "--json") == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["command"], document["ok"], document["settings"]) == ("explain", True, {"router": router.url})
-    assert document["story"]["transfer_id"] == TRANSFER
+    assert document["summary"]["transfer_id"] == TRANSFER
 
 
 def test_one_side_and_many_hand_offs_are_shown(

@@ -14,7 +14,8 @@ from kvbaton.core.legs import Legs
 from kvbaton.core.pair import pair_layouts
 from kvbaton.core.plan import plan_runs
 from kvbaton.core.tensors import dense_tensor, split_layers, tensor_group
-from kvbaton.core.topology import Shape, head_range, part_ranges, stage_layers
+from kvbaton.core.topology import Shape, head_range
+from model_cuts import part_ranges, stage_layers
 
 __all__ = ["Instance", "Meet", "compact_instance", "draw_instance", "draw_meet", "hand_off", "tagged"]
 

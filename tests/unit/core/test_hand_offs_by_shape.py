@@ -15,8 +15,9 @@ from kvbaton.core.legs import assign_legs
 from kvbaton.core.pair import pair_layouts
 from kvbaton.core.plan import plan_runs
 from kvbaton.core.segments import HOLE
-from kvbaton.core.topology import Shape, part_ranges
+from kvbaton.core.topology import Shape
 from kvbaton.errors import ConfigError, Incompatible, RangeError
+from model_cuts import part_ranges
 
 
 def _is_right(source: Instance, target: Instance) -> bool:

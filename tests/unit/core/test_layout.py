@@ -33,17 +33,10 @@ def test_sizes() -> None:
     assert group.token_bytes == 60
 
 
-def test_token_contiguity() -> None:
+def test_channel_contiguity() -> None:
     (plane, _) = compact_group(heads=2).planes
-    assert plane.is_token_contiguous
-    assert not msgspec.structs.replace(plane, token_stride=plane.token_stride + 1).is_token_contiguous
-    assert not msgspec.structs.replace(plane, head_stride=plane.head_stride + 1).is_token_contiguous
-    assert not msgspec.structs.replace(plane, channels=(Axis(3, 4),)).is_token_contiguous
-
-
-def test_the_head_stride_of_a_single_head_does_not_matter() -> None:
-    (plane, _) = compact_group(heads=1).planes
-    assert msgspec.structs.replace(plane, head_stride=0).is_token_contiguous
+    assert plane.is_channel_contiguous
+    assert not msgspec.structs.replace(plane, channels=(Axis(3, 4),)).is_channel_contiguous
 
 
 def test_bounds() -> None:

@@ -18,11 +18,10 @@ from kvbaton.core.topology import (
     collect_ranks,
     head_range,
     instance_problem,
-    part_ranges,
     rank_port,
-    stage_layers,
 )
 from kvbaton.errors import ConfigError
+from model_cuts import part_ranges, stage_layers
 
 sizes = st.integers(1, 4)
 shapes = st.builds(Shape, sizes, sizes, sizes, sizes)

@@ -1,4 +1,4 @@
-"""Under which address an instance is known: told, bound, or found on the way to its router; and what nobody could use."""
+"""Under which address an instance is known: given, bound, or found on the route to its router; and what no peer could use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", find)
 
 
-def test_what_is_told_wins_and_else_it_is_where_it_listens() -> None:
+def test_the_given_address_wins_and_else_it_is_where_it_listens() -> None:
     assert advertised_host("127.0.0.1") == "127.0.0.1"
     assert advertised_host("10.1.2.3", "10.9.9.9") == "10.9.9.9"
     assert advertised_host("0.0.0.0", "127.0.0.1", ["10.0.0.1:8001"]) == "127.0.0.1"  # noqa: S104
@@ -43,7 +43,7 @@ def test_a_name_stays_a_name_unless_only_ipv6_knows_it() -> None:
 
 
 @pytest.mark.parametrize("host", [*WILDCARDS, "[::]", "", "*"])
-def test_every_address_is_nobodys_address(host: str) -> None:
+def test_a_wildcard_address_cannot_be_advertised(host: str) -> None:
     assert is_wildcard(host)
     with pytest.raises(ConfigError, match="name the one under which others reach it with --advertise-host"):
         advertised_host(host)
@@ -51,14 +51,14 @@ def test_every_address_is_nobodys_address(host: str) -> None:
         advertised_host("127.0.0.1", host)
 
 
-def test_a_router_tells_which_address_of_this_machine_it_is() -> None:
+def test_the_route_to_a_router_decides_which_address_of_this_machine_it_is() -> None:
     assert advertised_host("0.0.0.0", None, ["127.0.0.1:8001"]) == "127.0.0.1"  # noqa: S104
     with pytest.raises(ConfigError, match=r"no route leads from there to no\.such\.name\.invalid:1 or \[::1\]:2;"):
         advertised_host("0.0.0.0", None, ["no.such.name.invalid:1", "[::1]:2"])  # noqa: S104
 
 
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="THIS MACHINE HAS NO IPv6: not tried")
-def test_a_router_on_ipv6_tells_it_too_and_one_on_ipv4_cannot() -> None:
+def test_the_route_to_a_router_on_ipv6_decides_too_and_one_on_ipv4_cannot() -> None:
     assert advertised_host("::", None, ["127.0.0.1:8001", "[::1]:8001"]) == "::1"
     with pytest.raises(ConfigError, match="no route leads"):
         advertised_host("::", None, ["127.0.0.1:8001"])

@@ -1,4 +1,4 @@
-"""What an instance's owner hears: refusals at once, and advice when nobody ever asks."""
+"""What an instance's log shows its owner: refusals at once, and advice when no request ever comes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def advised(caplog: pytest.LogCaptureFixture) -> int:
     return caplog.text.count("no request has come")
 
 
-def test_advice_comes_once_when_nobody_asks(caplog: pytest.LogCaptureFixture) -> None:
+def test_advice_comes_once_when_no_request_arrives(caplog: pytest.LogCaptureFixture) -> None:
     adviser = Adviser(REGISTRATION, lambda: False, 60.0)
     adviser.on_event(RouterEvent("r:1", RouterEventKind.REACHED), 0.0)
     adviser.advise(59.9)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.discovery.announcer import Announcer
+from kvbaton.discovery.announcer import Announcer, ThreadAnnouncer
 from kvbaton.discovery.listener import Listener
 from kvbaton.discovery.messages import Cause, InstanceType, Registration, TransferMode
 from kvbaton.discovery.registry import Registry
@@ -32,7 +33,7 @@ REGISTRATION = Registration(
 )
 
 
-class Ear:
+class Receiver:
     """A registry that listens."""
 
     def __init__(self, expire_after_s: float = LONG_S, transfer_mode: TransferMode | None = None) -> None:
@@ -53,13 +54,13 @@ class Ear:
 
 @contextmanager
 def stalled(
-    ear: Ear, stall_s: int = 600, stall_limit_s: float = LONG_S, kind: str = "Announcer"
+    receiver: Receiver, stall_s: int = 600, stall_limit_s: float = LONG_S, kind: str = "Announcer"
 ) -> Iterator[subprocess.Popen[str]]:
     """A process whose interpreter stands still, after it has registered."""
-    command = [sys.executable, str(PROGRAM), str(ear.port), str(stall_s), str(stall_limit_s), kind]
-    with ear.listener, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, str(PROGRAM), str(receiver.port), str(stall_s), str(stall_limit_s), kind]
+    with receiver.listener, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
-            wait_until(lambda: ear.is_known, "the instance registers", 60)
+            wait_until(lambda: receiver.is_known, "the instance registers", 60)
             assert process.stdin is not None
             assert process.stdout is not None
             process.stdin.write("\n")
@@ -72,63 +73,65 @@ def stalled(
 
 
 def test_a_stalled_interpreter_loses_no_heartbeat() -> None:
-    ear = Ear(expire_after_s=20.0)
-    with stalled(ear):
-        ear.wait_for_beats(30)
-        assert ear.is_known
+    receiver = Receiver(expire_after_s=20.0)
+    with stalled(receiver):
+        receiver.wait_for_beats(30)
+        assert receiver.is_known
 
 
 def test_control_on_a_thread_of_the_stalled_interpreter_the_registration_is_lost() -> None:
-    ear = Ear(expire_after_s=2.0)
-    with stalled(ear, kind="ThreadAnnouncer"):
-        wait_until(lambda: not ear.is_known, "the registration is lost", 30)
+    receiver = Receiver(expire_after_s=2.0)
+    with stalled(receiver, kind="ThreadAnnouncer"):
+        wait_until(lambda: not receiver.is_known, "the registration is lost", 30)
 
 
-def test_a_killed_instance_says_goodbye_through_its_announcer() -> None:
-    ear = Ear()
-    with stalled(ear) as process:
+def test_a_killed_instance_is_deregistered_by_its_announcer() -> None:
+    receiver = Receiver()
+    with stalled(receiver) as process:
         process.kill()
-        wait_until(lambda: not ear.is_known, "the goodbye has come")
+        wait_until(lambda: not receiver.is_known, "the goodbye has come")
 
 
 def test_an_instance_that_shows_no_life_for_too_long_is_taken_off_until_it_does() -> None:
-    ear = Ear()
-    with stalled(ear, stall_s=4, stall_limit_s=1.0):
-        wait_until(lambda: not ear.is_known, "it is taken off")
-        wait_until(lambda: ear.is_known, "it is back", 30)
+    receiver = Receiver()
+    with stalled(receiver, stall_s=4, stall_limit_s=1.0):
+        wait_until(lambda: not receiver.is_known, "it is taken off")
+        wait_until(lambda: receiver.is_known, "it is back", 30)
 
 
 def test_start_stop_and_the_process_is_gone() -> None:
-    ear = Ear()
-    with ear.listener:
-        announcer = Announcer(REGISTRATION, [f"127.0.0.1:{ear.port}"], 0.05)
+    receiver = Receiver()
+    with receiver.listener:
+        announcer = Announcer(REGISTRATION, [f"127.0.0.1:{receiver.port}"], 0.05)
         assert not announcer.is_alive
         announcer.start()
-        wait_until(lambda: ear.is_known, "it registers")
+        wait_until(lambda: receiver.is_known, "it registers")
         pid = announcer.pid
         assert pid is not None
         announcer.stop()
         announcer.stop()
-        wait_until(lambda: not ear.is_known, "it has said goodbye")
+        wait_until(lambda: not receiver.is_known, "it has deregistered")
         assert not is_running(pid)
         assert not announcer.is_alive
 
 
 def test_a_killed_announcer_process_is_started_again() -> None:
-    ear = Ear()
-    with ear.listener, Announcer(REGISTRATION, [f"127.0.0.1:{ear.port}"], 0.05) as announcer:
-        wait_until(lambda: ear.is_known, "it registers")
+    receiver = Receiver()
+    with receiver.listener, Announcer(REGISTRATION, [f"127.0.0.1:{receiver.port}"], 0.05) as announcer:
+        wait_until(lambda: receiver.is_known, "it registers")
         first = announcer.pid
         assert first is not None
         os.kill(first, signal.SIGKILL)
         wait_until(lambda: announcer.pid != first, "there is another process")
-        ear.wait_for_beats(3)
+        receiver.wait_for_beats(3)
 
 
-def test_a_refusal_is_told_to_the_owner_of_the_instance(caplog: pytest.LogCaptureFixture) -> None:
-    ear = Ear(transfer_mode=TransferMode.WRITE)
-    with ear.listener, Announcer(REGISTRATION, [f"127.0.0.1:{ear.port}"], 0.05):
-        wait_until(lambda: "refuses prefill instance 127.0.0.1:8101: transfer_mode is READ there" in caplog.text, "it is told")
+def test_a_refusal_is_reported_to_the_owner_of_the_instance(caplog: pytest.LogCaptureFixture) -> None:
+    receiver = Receiver(transfer_mode=TransferMode.WRITE)
+    with receiver.listener, Announcer(REGISTRATION, [f"127.0.0.1:{receiver.port}"], 0.05):
+        wait_until(
+            lambda: "refuses prefill instance 127.0.0.1:8101: transfer_mode is READ there" in caplog.text, "it is reported"
+        )
 
 
 def test_a_process_without_routers_starts_nothing() -> None:
@@ -151,6 +154,17 @@ def test_it_proves_to_a_router_with_a_key_that_it_is_no_recording() -> None:
             wait_until(lambda: bool(registry.live(time.monotonic())), "it registers")
             seen = registry.live(time.monotonic())[0].last_seen
             wait_until(lambda: registry.live(time.monotonic())[0].last_seen > seen, "it beats")
-        wait_until(lambda: not registry.live(time.monotonic()), "it says goodbye")
+        wait_until(lambda: not registry.live(time.monotonic()), "it deregisters")
         assert listener.malformed_total()[Cause.NOT_FRESH] >= 1
         assert listener.malformed_total()[Cause.NOT_SEALED] == 0
+
+
+@pytest.mark.parametrize("kind", [Announcer, ThreadAnnouncer])
+def test_an_instance_whose_engine_hangs_is_taken_off_at_once_until_it_goes_on(kind: type[Announcer | ThreadAnnouncer]) -> None:
+    receiver, hung = Receiver(), threading.Event()
+    with receiver.listener, kind(REGISTRATION, [f"127.0.0.1:{receiver.port}"], 0.05, is_hung=hung.is_set):
+        wait_until(lambda: receiver.is_known, "the instance registers", 60)
+        hung.set()
+        wait_until(lambda: not receiver.is_known, "it is taken off, long before the stall limit")
+        hung.clear()
+        wait_until(lambda: receiver.is_known, "it is back")

@@ -69,7 +69,7 @@ def dealer(port: int) -> Iterator[zmq.Socket[bytes]]:
         yield sender
 
 
-def test_an_instance_joins_keeps_beating_and_says_goodbye() -> None:
+def test_an_instance_registers_sends_heartbeats_and_deregisters() -> None:
     registry = Registry(expire_after_s=60.0)
     with listening(registry) as (_, port):
         announcer = ThreadAnnouncer(registration(), [f"127.0.0.1:{port}"], heartbeat_s=0.02)
@@ -83,7 +83,7 @@ def test_an_instance_joins_keeps_beating_and_says_goodbye() -> None:
         assert not announcer.is_alive
 
 
-def test_every_router_is_told_although_one_is_away_and_one_comes_late() -> None:
+def test_every_router_is_notified_although_one_is_away_and_one_comes_late() -> None:
     here, late = Registry(), Registry()
     late_port = free_port()
     with listening(here) as (_, port):
@@ -202,7 +202,7 @@ def test_log_limit_lets_each_key_through_once_per_time_and_counts_the_rest() -> 
     assert limit.allow("h", 21.0) == 3
 
 
-def test_a_flood_of_registrations_disturbs_nobody_and_fills_nothing() -> None:
+def test_a_flood_of_registrations_disturbs_no_instance_and_fills_nothing() -> None:
     """Twenty thousand messages as fast as they go, of instances that do not exist, and garbage: bounded, still listening."""
     registry = Registry(expire_after_s=60.0)
     generator = random.Random(5)

@@ -1,4 +1,4 @@
-"""Whoever reaches the discovery port can send anything: it is dropped and counted, and disturbs nobody."""
+"""Any process that reaches the discovery port can send anything: it is dropped and counted, and disturbs no instance."""
 
 from __future__ import annotations
 
@@ -86,18 +86,18 @@ def dealer_flood(port: int, frames: Callable[[int], list[bytes]]) -> Callable[[t
     return work
 
 
-def stranger(number: int) -> list[bytes]:
+def unknown_instance(number: int) -> list[bytes]:
     address = f"10.{number >> 16 & 255}.{number >> 8 & 255}.{number & 255}:80"
     return [encode_registration(msgspec.structs.replace(GOOD, http_address=address, incarnation=str(number)))]
 
 
 FLOODS: dict[str, Callable[[int], list[bytes]]] = {
-    "ever new instances": stranger,
+    "ever new instances": unknown_instance,
     "one instance that is ever restarted": lambda n: [
         encode_registration(msgspec.structs.replace(GOOD, http_address="10.0.0.1:80", incarnation=str(n)))
     ],
     "garbage": lambda _n: [b"\xc1garbage"],
-    "heartbeats of a stranger": lambda _n: stranger(1),
+    "heartbeats of an unknown instance": lambda _n: unknown_instance(1),
 }
 
 
@@ -121,7 +121,7 @@ def test_ten_thousand_registrations_at_once_are_all_counted_and_tables_stay_smal
     registry = Registry()
     listener = Listener(registry, "127.0.0.1", 1, clock=lambda: 1.0)
     registry.register(GOOD, 1.0)
-    outcomes = [listener.take([b"10.9.9.9", *stranger(number)]) for number in range(10_000)]
+    outcomes = [listener.take([b"10.9.9.9", *unknown_instance(number)]) for number in range(10_000)]
     assert listener.messages_total() == 10_000
     assert sum(isinstance(outcome, Registered) for outcome in outcomes) == 1023
     for table in (registry._live, registry._refused, registry._superseded, registry._comings, registry._expired):
@@ -174,11 +174,11 @@ def test_an_endless_message_is_cut_off_and_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    "said", [b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 100, GREETING + b"\x02" + b"\xff" * 8, b"\x16\x03\x01" + b"x" * 200]
+    "sent", [b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 100, GREETING + b"\x02" + b"\xff" * 8, b"\x16\x03\x01" + b"x" * 200]
 )
-def test_other_protocols_are_cut_off_and_counted(said: bytes) -> None:
+def test_other_protocols_are_cut_off_and_counted(sent: bytes) -> None:
     with listening() as (_, listener, port), socket.create_connection(("127.0.0.1", port), timeout=10) as sender:
-        sender.sendall(said)
+        sender.sendall(sent)
         wait_until(lambda: listener.messages_total() == 1, "it is counted")
         while sender.recv(4096):
             pass
@@ -186,7 +186,7 @@ def test_other_protocols_are_cut_off_and_counted(said: bytes) -> None:
         assert counted[Cause.NOT_ZMTP] + counted[Cause.TOO_LONG] == 1
 
 
-def test_many_silent_connections_give_way_to_one_that_speaks() -> None:
+def test_many_silent_connections_give_way_to_one_that_sends() -> None:
     with listening(max_connections=20) as (registry, listener, port):
         silent = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(50)]
         try:
@@ -198,7 +198,7 @@ def test_many_silent_connections_give_way_to_one_that_speaks() -> None:
                 each.close()
 
 
-def test_whoever_never_finishes_the_handshake_is_cut_off() -> None:
+def test_a_peer_that_never_finishes_the_handshake_is_cut_off() -> None:
     now = [0.0]
     with (
         listening(clock=lambda: now[0]) as (_, listener, port),
@@ -246,28 +246,28 @@ def test_a_router_with_a_key_takes_holders_of_the_key_only() -> None:
         with ThreadAnnouncer(wrong, [f"127.0.0.1:{port}"], 0.05):
             with ThreadAnnouncer(GOOD, [f"127.0.0.1:{port}"], 0.05, cluster_key=key):
                 wait_until(lambda: is_live(registry), "the holder of the key registers")
-            wait_until(lambda: listener.malformed_total()[Cause.NOT_SEALED] > 0, "the stranger is counted")
+            wait_until(lambda: listener.malformed_total()[Cause.NOT_SEALED] > 0, "the unknown sender is counted")
         assert not is_live(registry, "10.0.0.1:80")
 
 
 class Recorder:
-    """Stands between an instance and a router, and keeps what the instance says."""
+    """Stands between an instance and a router, and keeps what the instance sends."""
 
     def __init__(self, router_port: int) -> None:
-        self.heard = b""
+        self.received = b""
         self._router_port = router_port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._listener.settimeout(10)
 
     def pass_on(self, stopping: threading.Event) -> None:
-        """Pass everything on, both ways, until told to stop."""
+        """Pass everything on, both ways, until it is stopped."""
         router = ("127.0.0.1", self._router_port)
         with self._listener, self._listener.accept()[0] as near, socket.create_connection(router, timeout=10) as far:
             for sock in (near, far):
                 sock.settimeout(0.01)
             while not stopping.is_set():
-                self.heard += _copy(near, far)
+                self.received += _copy(near, far)
                 _copy(far, near)
 
 
@@ -280,8 +280,8 @@ def _copy(one: socket.socket, other: socket.socket) -> bytes:
     return data
 
 
-def test_what_was_recorded_brings_nobody_back() -> None:
-    """Every byte that an instance has said, on another connection: sealed, but for a nonce that is not this one's."""
+def test_a_replayed_recording_registers_no_instance() -> None:
+    """Every byte that an instance has sent, on another connection: sealed, but for a nonce that is not this one's."""
     key = b"k" * 32
     with listening(cluster_key=key) as (registry, listener, port):
         recorder = Recorder(port)
@@ -289,13 +289,13 @@ def test_what_was_recorded_brings_nobody_back() -> None:
             wait_until(lambda: is_live(registry), "the instance registers through the recorder")
             seen = registry.live(time.monotonic())[0].last_seen
             wait_until(lambda: registry.live(time.monotonic())[0].last_seen > seen, "and beats")
-            said = recorder.heard
+            sent = recorder.received
         registry.register(msgspec.structs.replace(GOOD, bye=True), time.monotonic())
         assert not is_live(registry)
         before = listener.malformed_total()[Cause.NOT_FRESH]
         with socket.create_connection(("127.0.0.1", port), timeout=10) as sender:
-            sender.sendall(said)
-            wait_until(lambda: listener.malformed_total()[Cause.NOT_FRESH] >= before + 2, "all of it is heard")
+            sender.sendall(sent)
+            wait_until(lambda: listener.malformed_total()[Cause.NOT_FRESH] >= before + 2, "all of it is received")
         assert not is_live(registry)
 
 
@@ -304,10 +304,10 @@ def test_control_without_a_key_what_was_recorded_counts() -> None:
         recorder = Recorder(port)
         with in_background(recorder.pass_on), ThreadAnnouncer(GOOD, [f"127.0.0.1:{recorder.port}"], 0.05):
             wait_until(lambda: is_live(registry), "the instance registers through the recorder")
-            said = recorder.heard
+            sent = recorder.received
         registry.register(msgspec.structs.replace(GOOD, bye=True), time.monotonic())
         with socket.create_connection(("127.0.0.1", port), timeout=10) as sender:
-            sender.sendall(said)
+            sender.sendall(sent)
             wait_until(lambda: is_live(registry), "it is back")
 
 
@@ -323,7 +323,7 @@ def test_an_instance_is_asked_anew_by_a_router_that_was_restarted() -> None:
 
 def test_a_router_that_asks_back_all_the_time_is_not_answered_as_often() -> None:
     """A second in steps of 10 ms, in which every message is answered with another nonce."""
-    port, heard = PortPicker().pick(), 0
+    port, received = PortPicker().pick(), 0
     announcement = Announcement(GOOD, (f"127.0.0.1:{port}",), 1.5, b"k" * 32)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.setsockopt(zmq.LINGER, 0)
@@ -333,19 +333,19 @@ def test_a_router_that_asks_back_all_the_time_is_not_answered_as_often() -> None
                 beats.turn(step * 0.01)
                 while router.poll(10):
                     sender, _ = router.recv_multipart()
-                    heard += 1
-                    nonce = b"%16d" % heard
+                    received += 1
+                    nonce = b"%16d" % received
                     router.send_multipart([sender, msgspec.msgpack.encode({"type": "challenge", "nonce": nonce})])
-    assert 2 <= heard <= 12
+    assert 2 <= received <= 12
 
 
 def ten_thousand(number: int) -> bytes:
     """Registrations as they go on the wire, one message each."""
-    return b"".join(encode_frame(stranger(n)[0]) for n in range(number, number + 10_000))
+    return b"".join(encode_frame(unknown_instance(n)[0]) for n in range(number, number + 10_000))
 
 
-def test_of_a_flood_only_what_one_sender_may_say_is_looked_at_and_the_rest_is_dropped_and_counted() -> None:
-    """Thirty thousand new instances over one connection, which stands at one moment of time: 200 are heard, 64 of them live."""
+def test_of_a_flood_only_what_one_sender_may_send_is_read_and_the_rest_is_dropped_and_counted() -> None:
+    """Thirty thousand new instances over one connection, which stands at one moment of time: 200 are read, 64 of them live."""
     with listening(clock=lambda: 100.0) as (registry, listener, port):
         with socket.create_connection(("127.0.0.1", port), timeout=30) as sender:
             sender.sendall(GREETING + READY)
@@ -362,7 +362,7 @@ def is_live_at(registry: Registry, now: float) -> bool:
     return GOOD.http_address in [instance.http_address for instance in registry.live(now)]
 
 
-def test_whoever_keeps_to_the_limit_is_heard_all_the_time() -> None:
+def test_a_sender_that_keeps_to_the_limit_is_received_all_the_time() -> None:
     """The control: the limit is per second, not for good."""
     now = [0.0]
     with (
@@ -373,28 +373,28 @@ def test_whoever_keeps_to_the_limit_is_heard_all_the_time() -> None:
         for beat in range(1, 9):
             now[0] = float(beat)
             sender.sendall(100 * encode_frame(encode_registration(GOOD)))
-            wait_until(lambda beat=beat: listener.messages_total() == 100 * beat, "all are heard")  # type: ignore[misc]
+            wait_until(lambda beat=beat: listener.messages_total() == 100 * beat, "all are received")  # type: ignore[misc]
         assert listener.malformed_total()[Cause.TOO_MANY] == 0
 
 
-def test_a_sender_may_speak_for_others_in_place_of_those_it_has_dropped() -> None:
+def test_a_sender_may_register_others_in_place_of_those_it_has_dropped() -> None:
     now = [0.0]
     with (
         listening(clock=lambda: now[0]) as (_, listener, port),
         socket.create_connection(("127.0.0.1", port), timeout=10) as sender,
     ):
-        sender.sendall(GREETING + READY + b"".join(encode_frame(stranger(n)[0]) for n in range(70)))
-        wait_until(lambda: listener.messages_total() == 70, "all are heard")
+        sender.sendall(GREETING + READY + b"".join(encode_frame(unknown_instance(n)[0]) for n in range(70)))
+        wait_until(lambda: listener.messages_total() == 70, "all are received")
         assert listener.malformed_total()[Cause.TOO_MANY] == 6
         now[0] = 61.0
-        sender.sendall(encode_frame(stranger(100)[0]))
-        wait_until(lambda: listener.messages_total() == 71, "one more is heard")
+        sender.sendall(encode_frame(unknown_instance(100)[0]))
+        wait_until(lambda: listener.messages_total() == 71, "one more is received")
         assert listener.malformed_total()[Cause.TOO_MANY] == 6
 
 
 def test_a_thousand_instances_are_live_at_once() -> None:
     registry = Registry()
     for number in range(1000):
-        (frame,) = stranger(number)
+        (frame,) = unknown_instance(number)
         assert isinstance(Listener(registry, "127.0.0.1", 1, clock=lambda: 0.0).take([b"id", frame]), Registered)
     assert len(registry.live(0.0)) == 1000

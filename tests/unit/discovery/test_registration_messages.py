@@ -62,7 +62,7 @@ def test_ours_is_one_map_with_the_real_routers_keys_first() -> None:
     assert list(sent)[:6] == list(VERBATIM)
 
 
-def test_where_hand_offs_are_told_comes_back_and_must_be_an_address() -> None:
+def test_where_hand_offs_are_reported_comes_back_and_must_be_an_address() -> None:
     ours = decode({**VERBATIM, "handoffs_address": "127.0.0.1:9"})
     assert isinstance(ours, Registration)
     assert decode_registration(encode_registration(ours)) == ours
@@ -110,7 +110,7 @@ class TestSeal:
         assert got.cause is Cause.NOT_SEALED
 
     @pytest.mark.parametrize("seal", [None, Seal(b"x" * 32)], ids=["no seal", "another key"])
-    def test_a_stranger_is_refused(self, seal: Seal | None) -> None:
+    def test_an_unknown_sender_is_refused(self, seal: Seal | None) -> None:
         got = decode_registration(encode_registration(self.OURS, seal), self.KEY)
         assert isinstance(got, Malformed)
         assert got.cause is Cause.NOT_SEALED
@@ -207,7 +207,7 @@ def test_a_wrong_value_is_named(field: str, value: object, cause: Cause) -> None
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", b'{"type":"P"}', b"HELLO", msgspec.msgpack.encode(["P", "h:1", "z"])])
-def test_what_is_no_map_is_said_to_be_none(frame: bytes) -> None:
+def test_what_is_no_map_is_refused_as_none(frame: bytes) -> None:
     got = decode_registration(frame)
     assert isinstance(got, Malformed)
     assert got.cause is Cause.NOT_A_MAP

@@ -1,4 +1,4 @@
-"""The registry: who is live when, who replaces whom, and who is refused. Time is an argument."""
+"""The registry: which instances are live when, which replace which, and which are refused. Time is an argument."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_an_instance_joins_and_is_refreshed() -> None:
     assert (instance.since, instance.last_seen) == (0.0, 1.5)
 
 
-def test_silence_expires_exactly_after_the_limit_and_is_told_once() -> None:
+def test_silence_expires_exactly_after_the_limit_and_is_reported_once() -> None:
     registry = Registry(expire_after_s=5.0)
     registry.register(message(), 10.0)
     assert addresses(registry, 14.999) == ["127.0.0.1:8101"]
@@ -258,7 +258,7 @@ def test_a_differing_model_is_refused_with_both_values() -> None:
     assert "'other'" in by_name.reason
 
 
-def test_a_refused_instance_is_taken_once_nothing_speaks_against_it() -> None:
+def test_a_refused_instance_is_taken_once_no_reason_is_left() -> None:
     registry = Registry()
     registry.register(message(fingerprint="aaa"), 0.0)
     other = message("D", 8201, fingerprint="bbb")
@@ -397,7 +397,7 @@ class TestQuarantine:
         registry.register(message(incarnation="two"), 0.2)
         assert registry.live(0.2)[0].aside_until < 0.2
 
-    def test_what_is_told_of_an_earlier_process_is_not_held_against_a_later_one(self) -> None:
+    def test_a_report_about_an_earlier_process_does_not_count_for_a_later_one(self) -> None:
         registry = Registry(is_keyed=True)
         registry.register(message(), 0.0)
         (earlier,) = registry.live(0.0)
@@ -429,7 +429,7 @@ class TestQuarantine:
         assert registry.live(0.0)[0].strikes == 0
         assert registry.version == before
 
-    def test_what_is_told_is_bounded(self) -> None:
+    def test_reports_are_bounded(self) -> None:
         registry = Registry(expire_after_s=100.0)
         registry.register(message(), 0.0)
         registry.adopt(Standing(message().http_address, message().type, message().incarnation, 10**6, 10.0**6), 0.0)

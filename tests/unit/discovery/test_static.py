@@ -36,7 +36,7 @@ def ports(registry: Registry, now: float) -> list[int]:
     return sorted(int(i.http_address.rpartition(":")[2]) for i in registry.live(now))
 
 
-def test_the_listed_are_live_for_as_long_as_somebody_looks(path: Path) -> None:
+def test_the_listed_are_live_for_as_long_as_the_file_is_read(path: Path) -> None:
     write(path, [entry(8101), entry(8201, type="D")])
     registry = Registry()
     static = StaticInstances(path, registry)
@@ -85,7 +85,7 @@ def test_a_file_that_cannot_be_read_changes_nothing(path: Path, content: str, ca
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "expected"),
     [
         ([entry(8101), entry(8102, transfer_mode="read")], r"instance 2: transfer_mode: 'read' is unknown"),
         ([entry(0)], r"instance 1: http_address"),
@@ -94,9 +94,9 @@ def test_a_file_that_cannot_be_read_changes_nothing(path: Path, content: str, ca
         ({}, r"no JSON list"),
     ],
 )
-def test_a_wrong_list_is_refused_by_entry_and_field(path: Path, content: Any, told: str) -> None:
+def test_a_wrong_list_is_refused_by_entry_and_field(path: Path, content: Any, expected: str) -> None:
     write(path, content)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=expected):
         read_instances(path)
 
 
@@ -105,7 +105,7 @@ def test_a_missing_file_is_named(path: Path) -> None:
         StaticInstances(path, Registry())
 
 
-def test_a_listed_instance_that_is_refused_is_told_once(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_listed_instance_that_is_refused_is_logged_once(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(path, [entry(8101), entry(8102, transfer_mode="WRITE")])
     registry = Registry(TransferMode.READ)
     static = StaticInstances(path, registry)
@@ -115,7 +115,7 @@ def test_a_listed_instance_that_is_refused_is_told_once(path: Path, caplog: pyte
     assert caplog.text.count("refused") == 1
 
 
-def test_an_instance_that_registers_too_is_known_as_it_says_itself(path: Path) -> None:
+def test_an_instance_that_registers_too_is_known_as_it_registered(path: Path) -> None:
     write(path, [entry(8101)])
     registry = Registry()
     static = StaticInstances(path, registry)

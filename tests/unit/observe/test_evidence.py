@@ -8,20 +8,11 @@ import pytest
 
 from kvbaton.core.handoff import Outcome
 from kvbaton.core.timeline import Side, Stage
-from kvbaton.observe.evidence import (
-    Evidence,
-    HandoverVerdict,
-    Scrape,
-    from_answer,
-    from_metrics,
-    from_report,
-    from_usage,
-    judge,
-)
+from kvbaton.observe.evidence import Evidence, HandoffVerdict, Scrape, from_answer, from_metrics, from_report, from_usage, judge
 from kvbaton.observe.transfer_report import SideAnswer, build_report
 from true_notes import TRANSFER, Way, account, notes_of_pull
 
-YES, NO, UNKNOWN = HandoverVerdict.HANDED_OVER, HandoverVerdict.NOT_HANDED_OVER, HandoverVerdict.UNKNOWN
+YES, NO, UNKNOWN = HandoffVerdict.HANDED_OVER, HandoffVerdict.NOT_HANDED_OVER, HandoffVerdict.UNKNOWN
 
 
 def usage(cached: object, prompt: int = 200) -> dict[str, Any]:
@@ -41,7 +32,7 @@ def usage(cached: object, prompt: int = 200) -> dict[str, Any]:
         ({}, None),
     ],
 )
-def test_the_record_in_an_answer(document: dict[str, Any], verdict: HandoverVerdict | None) -> None:
+def test_the_record_in_an_answer(document: dict[str, Any], verdict: HandoffVerdict | None) -> None:
     found = from_answer(document)
     assert (found and found.verdict) == verdict
     if verdict is YES and "kvbaton" in document:
@@ -50,7 +41,7 @@ def test_the_record_in_an_answer(document: dict[str, Any], verdict: HandoverVerd
 
 
 @pytest.mark.parametrize(("cached", "verdict"), [(199, YES), (0, NO), (None, None), ("many", None)])
-def test_cached_tokens_of_a_new_prompt_are_weak_evidence(cached: object, verdict: HandoverVerdict | None) -> None:
+def test_cached_tokens_of_a_new_prompt_are_weak_evidence(cached: object, verdict: HandoffVerdict | None) -> None:
     found = from_usage(usage(cached))
     assert (found and found.verdict) == verdict
     assert found is None or found.is_weak
@@ -94,7 +85,7 @@ DELIVERED = '{engine="0",model_name="a \\"b\\"",side="target",outcome="delivered
         ("vllm:prompt_tokens_total", "", NO),
     ],
 )
-def test_counters_of_a_decode_instance(name: str, labels: str, verdict: HandoverVerdict) -> None:
+def test_counters_of_a_decode_instance(name: str, labels: str, verdict: HandoffVerdict) -> None:
     (found,) = from_metrics({"decode:1": (page(name, 3, labels), page(name, 4, labels))})
     assert found.verdict is verdict
     assert "decode:1" in found.place
@@ -114,7 +105,7 @@ def test_a_page_without_metrics_shows_nothing() -> None:
     assert found.verdict is UNKNOWN
 
 
-def evidence(verdict: HandoverVerdict, is_weak: bool = False) -> Evidence:
+def evidence(verdict: HandoffVerdict, is_weak: bool = False) -> Evidence:
     return Evidence("somewhere", verdict, "", is_weak)
 
 
@@ -131,5 +122,5 @@ def evidence(verdict: HandoverVerdict, is_weak: bool = False) -> Evidence:
         ([evidence(NO), evidence(YES, is_weak=True)], NO),
     ],
 )
-def test_one_verdict(found: list[Evidence], verdict: HandoverVerdict) -> None:
+def test_one_verdict(found: list[Evidence], verdict: HandoffVerdict) -> None:
     assert judge(found) is verdict

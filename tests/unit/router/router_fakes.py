@@ -60,7 +60,7 @@ class Seen:
 
 @dataclass
 class FakeInstance:
-    """An instance on a real port that does what `behave` says and remembers what it was sent."""
+    """An instance on a real port that does what `behave` does and remembers what it was sent."""
 
     kind: InstanceType
     behave: Behaviour

@@ -28,6 +28,8 @@ from kvbaton.router.dispatch import Dispatcher
 READ, WRITE = TransferMode.READ, TransferMode.WRITE
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 16}
 
+TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+
 
 class Gate:
     """Decode that holds its requests until it is opened, and notes the order in which they came."""
@@ -81,7 +83,7 @@ def test_a_seat_that_prefill_has_left_is_taken_at_once(mode: TransferMode, monke
 
 
 @run
-async def test_a_full_queue_is_a_429_and_a_long_wait_a_503_and_both_say_when_to_come_back() -> None:
+async def test_a_full_queue_is_a_429_and_a_long_wait_a_503_and_both_have_a_retry_after() -> None:
     settings: dict[str, Any] = {"max_per_decode": 1, "queue_limit": 1, "queue_timeout_s": 0.5}
     async with prefill(mode=WRITE) as p, decode(wait_for_ever, mode=WRITE) as d, routing(p, d, **settings) as router:
         first = asyncio.create_task(router.post(BODY))
@@ -197,7 +199,7 @@ async def test_short_prompts_are_prefilled_by_decode() -> None:
 
 
 @run
-async def test_every_rank_is_used_and_told() -> None:
+async def test_every_rank_is_used_and_named_to_both_instances() -> None:
     async with prefill(mode=WRITE, dp_size=2, tp_size=2) as p, decode(mode=WRITE, dp_size=4) as d, routing(p, d) as router:
         for _ in range(16):
             assert (await router.post(BODY, headers={"X-Data-Parallel-Rank": "9"}))[0] == 200
@@ -235,7 +237,7 @@ async def test_keys_are_asked_for_and_not_passed_on() -> None:
 async def test_headers_go_along_as_configured() -> None:
     sent = {
         "Authorization": "Bearer mine",
-        "traceparent": "00-a-b-01",
+        "traceparent": TRACEPARENT,
         "tracestate": "x=1",
         "X-Custom": "no",
         "X-Session-Id": "s",
@@ -245,7 +247,7 @@ async def test_headers_go_along_as_configured() -> None:
     for seen in (*p.seen, *d.seen):
         assert seen.headers["authorization"] == "Bearer mine"
         assert (seen.headers["traceparent"], seen.headers["tracestate"], seen.headers["x-session-id"]) == (
-            "00-a-b-01",
+            TRACEPARENT,
             "x=1",
             "s",
         )
@@ -369,7 +371,7 @@ async def test_a_request_that_is_half_in_is_finished_too() -> None:
         writer.close()
 
 
-def test_requests_that_wait_for_a_seat_are_finished_although_nobody_tells_of_instances(tmp_path: Path) -> None:
+def test_requests_that_wait_for_a_seat_are_finished_without_discovery(tmp_path: Path) -> None:
     path = tmp_path / "instances.json"
 
     async def test() -> None:

@@ -45,7 +45,7 @@ async def test_health_models_and_instances_with_both_sides_live() -> None:
 
 
 @run
-async def test_with_nothing_registered_each_route_says_so() -> None:
+async def test_with_nothing_registered_each_route_reports_it() -> None:
     async with routing() as router:
         for path in ("/health", "/v1/models"):
             status, headers, content = await router.get(path)
@@ -58,7 +58,7 @@ async def test_with_nothing_registered_each_route_says_so() -> None:
 
 
 @run
-async def test_models_of_instances_that_did_not_say_are_asked_for() -> None:
+async def test_models_that_instances_did_not_register_are_asked_for() -> None:
     listed = answering(200, '{"object":"list","data":[{"id":"theirs"}]}')
     async with prefill(listed, model="") as p, routing(p) as router:
         assert json.loads((await router.get("/v1/models"))[2])["data"][0]["id"] == "theirs"
@@ -71,7 +71,7 @@ async def test_models_of_instances_that_did_not_say_are_asked_for() -> None:
 
 
 async def _refused(router: Router) -> list[dict[str, str]]:
-    """Who was refused, once somebody was."""
+    """The refused instances, once there is one."""
     async with asyncio.timeout(20):
         while not (refused := json.loads((await router.get("/instances"))[2])["refused"]):
             await asyncio.sleep(0.01)
@@ -107,7 +107,7 @@ def test_a_router_of_one_mode_refuses_the_other_by_name(ours: TransferMode) -> N
 
 
 @run
-async def test_two_sides_of_different_modes_are_no_pair_and_it_is_said() -> None:
+async def test_two_sides_of_different_modes_are_no_pair_and_it_is_reported() -> None:
     async with prefill(mode=TransferMode.WRITE) as p, decode() as d, routing(p, d) as router:
         for status, headers, content in (await router.get("/health"), await router.post({"prompt": "x"})):
             assert status == 503

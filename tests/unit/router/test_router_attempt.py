@@ -1,4 +1,4 @@
-"""One attempt, told by hand what its calls say: whose failure it is when both sides fail within moments of each other."""
+"""One attempt, given by hand what its calls answer: whose failure it is when both sides fail within moments of each other."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ class Wire:
 
 
 class Ear:
-    """An owner that notes what it hears."""
+    """An owner that notes what it gets."""
 
     def __init__(self) -> None:
-        self.heard: list[Any] = []
+        self.received: list[Any] = []
 
     def decode_answered(self, answer: InstanceAnswer) -> None:
-        self.heard.append(answer)
+        self.received.append(answer)
 
     def decode_streamed(self, content_type: str, piece: bytes) -> None:  # noqa: ARG002
-        self.heard.append(piece)
+        self.received.append(piece)
 
     def decode_ended(self) -> None:
-        self.heard.append("end")
+        self.received.append("end")
 
     def attempt_failed(self, failure: Failure) -> None:
-        self.heard.append(failure)
+        self.received.append(failure)
 
 
 class Rig:
@@ -68,9 +68,9 @@ class Rig:
         settings = RouterSettings()
         seats = Chooser(settings, registry, self.loads, SlotBook(8)).choose(SeatRequest(RouteRequest({})), 0.0)
         assert isinstance(seats, Seats)
-        self.wire, self.ear = Wire(), Ear()
+        self.wire, self.owner = Wire(), Ear()
         job = new_pair_request("/v1/completions", parse_body(b'{"prompt":"x"}'), seats.pair, b"", Digits())
-        self.attempt = Attempt(self.ear, cast(Upstream, self.wire), settings, job, seats)
+        self.attempt = Attempt(self.owner, cast(Upstream, self.wire), settings, job, seats)
         self.attempt.start()
 
     def answer(self, number: int, status: int, content: bytes = b"{}") -> None:
@@ -85,8 +85,8 @@ class Rig:
         return [self.loads.of(slot) for slot in range(2)]
 
 
-def told(rig: Rig) -> tuple[InstanceType, int]:
-    (failure,) = rig.ear.heard
+def failure_of(rig: Rig) -> tuple[InstanceType, int]:
+    (failure,) = rig.owner.received
     assert isinstance(failure, Failure)
     assert isinstance(failure.cause, InstanceAnswer)
     return failure.side, failure.cause.status
@@ -99,10 +99,10 @@ def test_prefill_fails_because_decode_refused(status: int, blamed: InstanceType)
     async def test() -> None:
         rig = Rig()
         rig.answer(0, 502)
-        assert rig.ear.heard == []
+        assert rig.owner.received == []
         rig.answer(1, status)
         await asyncio.sleep(0.1)
-        assert told(rig) == (blamed, status)
+        assert failure_of(rig) == (blamed, status)
         assert rig.load == [0, 0]
 
     asyncio.run(test())
@@ -113,20 +113,20 @@ def test_prefill_fails_alone_and_decode_is_given_up() -> None:
         rig = Rig()
         rig.answer(0, 502)
         async with asyncio.timeout(20):
-            while not rig.ear.heard:
+            while not rig.owner.received:
                 await asyncio.sleep(0.005)
-        assert told(rig) == (InstanceType.PREFILL, 502)
+        assert failure_of(rig) == (InstanceType.PREFILL, 502)
         assert rig.wire.calls[1].is_over
         assert rig.load == [0, 0]
 
     asyncio.run(test())
 
 
-def test_a_refusal_of_prefill_is_told_at_once() -> None:
+def test_a_refusal_of_prefill_is_reported_at_once() -> None:
     async def test() -> None:
         rig = Rig()
         rig.answer(0, 400)
-        assert told(rig) == (InstanceType.PREFILL, 400)
+        assert failure_of(rig) == (InstanceType.PREFILL, 400)
         assert rig.wire.calls[1].is_over
 
     asyncio.run(test())
@@ -138,7 +138,7 @@ def test_prefill_may_fail_when_decode_has_begun() -> None:
         rig.attempt.call_data(rig.wire.calls[1], b"data")
         rig.answer(0, 500)
         await asyncio.sleep(0.05)
-        assert rig.ear.heard == [b"data"]
+        assert rig.owner.received == [b"data"]
         assert rig.load == [0, 1]
 
     asyncio.run(test())
@@ -153,7 +153,7 @@ def test_seats_are_left_one_by_one_and_prefill_ends_in_peace() -> None:
         assert not rig.wire.calls[0].is_over
         rig.attempt.call_lost(rig.wire.calls[0], PeerLost("late"))
         assert rig.load == [0, 0]
-        assert len(rig.ear.heard) == 1
+        assert len(rig.owner.received) == 1
 
     asyncio.run(test())
 

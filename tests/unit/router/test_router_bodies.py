@@ -43,7 +43,7 @@ def instance(kind: InstanceType, mode: TransferMode, host: str = "10.0.0.1", tp_
     return Instance(message, 0.0, 0.0)
 
 
-def told(mode: TransferMode, rank: int | None = None, host: str = "10.0.0.1") -> tuple[dict[str, Any], dict[str, Any]]:
+def params(mode: TransferMode, rank: int | None = None, host: str = "10.0.0.1") -> tuple[dict[str, Any], dict[str, Any]]:
     """The parameters of a prefill instance with tp 2 and of a decode instance with tp 4, in push."""
     prefill = instance(InstanceType.PREFILL, mode, host, tp_size=2, dp_size=4 if rank is not None else 1)
     template = PairTemplate(prefill, instance(InstanceType.DECODE, mode, tp_size=4), rank, None)
@@ -145,20 +145,20 @@ def test_max_completion_tokens_is_only_sent_where_it_was_given() -> None:
 
 
 def test_in_push_both_sides_know_the_transfer_and_the_size_of_the_other_side() -> None:
-    first, second = told(TransferMode.WRITE)
+    first, second = params(TransferMode.WRITE)
     common = {"remote_engine_id": None, "remote_block_ids": None, "transfer_id": "tx-1", "remote_dp_size": 1}
     assert first == {"do_remote_decode": True, "do_remote_prefill": False, "remote_tp_size": 4, **common}
     where = {"remote_host": "10.0.0.1", "remote_port": 7001}
     assert second == {"do_remote_decode": False, "do_remote_prefill": True, "remote_tp_size": 2, **where, **common}
 
 
-def test_in_pull_prefill_is_told_no_sizes_of_ranks() -> None:
-    assert "remote_tp_size" not in told(TransferMode.READ)[0]
+def test_in_pull_prefill_gets_no_sizes_of_ranks() -> None:
+    assert "remote_tp_size" not in params(TransferMode.READ)[0]
 
 
 @pytest.mark.parametrize("host", ["::1", "fe80::1", "prefill-0.local", "127.0.0.1"])
-def test_in_push_decode_is_told_where_its_source_listens_as_the_request_id_tells_it(host: str) -> None:
-    assert told(TransferMode.WRITE, host=host)[1]["remote_host"] == host
+def test_in_push_decode_gets_the_address_of_its_source_that_the_request_id_has(host: str) -> None:
+    assert params(TransferMode.WRITE, host=host)[1]["remote_host"] == host
 
 
 def test_what_prefill_answered_goes_to_decode_byte_for_byte() -> None:
@@ -175,11 +175,11 @@ def test_an_answer_without_transfer_params_is_a_protocol_error(answer: bytes) ->
         transfer_params(answer, 1)
 
 
-def test_data_parallel_ranks_are_told_in_push() -> None:
-    first, second = told(TransferMode.WRITE, rank=3)
+def test_data_parallel_ranks_are_sent_in_push() -> None:
+    first, second = params(TransferMode.WRITE, rank=3)
     assert (first["remote_dp_size"], first["remote_dp_rank"], first["remote_tp_size"]) == (1, 3, 4)
     assert (second["remote_dp_size"], second["remote_dp_rank"], second["remote_tp_size"]) == (4, 3, 2)
-    assert "remote_dp_rank" not in told(TransferMode.READ, rank=3)[0]
+    assert "remote_dp_rank" not in params(TransferMode.READ, rank=3)[0]
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_data_parallel_ranks_are_told_in_push() -> None:
         (b'{"messages":[{}]}', None),
     ],
 )
-def test_a_batch_is_told_from_a_list_of_tokens(content: bytes, size: int | None) -> None:
+def test_a_batch_is_distinguished_from_a_list_of_tokens(content: bytes, size: int | None) -> None:
     assert parse_body(content).batch_size() == size
 
 

@@ -26,6 +26,8 @@ from kvbaton.core.addresses import ControlAddress, parse_request_id
 
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 16}
 
+TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
     def wrapped() -> None:
@@ -45,7 +47,7 @@ def error_of(content: bytes) -> dict[str, Any]:
 async def test_both_sides_are_sent_what_the_protocol_asks_for() -> None:
     async with prefill() as p, decode() as d, routing(p, d) as router:
         body = {**BODY, "min_tokens": 4, "stream_options": {"include_usage": True}, "max_completion_tokens": 9}
-        status, headers, content = await router.post(body, headers={"X-Request-Id": "mine", "traceparent": "00-1-2-01"})
+        status, headers, content = await router.post(body, headers={"X-Request-Id": "mine", "traceparent": TRACEPARENT})
     assert status == 200
     assert content == b'{"id": "d",  "choices":[{"text":"\\u4f60"}]}'
     transfer_id = headers["x-kvbaton-transfer"]
@@ -77,7 +79,7 @@ async def test_both_sides_are_sent_what_the_protocol_asks_for() -> None:
     assert pair == (ControlAddress.parse(p.zmq_address), ControlAddress.parse(d.zmq_address))
     assert (headers["x-request-id"], headers["x-kvbaton-prefill"]) == ("mine", p.http_address)
     assert headers["x-kvbaton-decode"] == d.http_address
-    assert second.headers["traceparent"] == "00-1-2-01"
+    assert second.headers["traceparent"] == TRACEPARENT
 
 
 @run
@@ -167,7 +169,7 @@ async def test_a_client_error_of_the_prefill_side_is_the_clients() -> None:
 
 
 @pytest.mark.parametrize(
-    ("behave", "said"),
+    ("behave", "expected"),
     [
         (answering(500, "boom"), "answered 500: boom"),
         (answering(302, "elsewhere"), "answered 302"),
@@ -180,7 +182,7 @@ async def test_a_client_error_of_the_prefill_side_is_the_clients() -> None:
         (answering(200, '"%s"' % ("x" * 5000)), "more than 4000 bytes"),
     ],
 )
-def test_a_failing_prefill_is_a_502_with_the_reason_and_decode_is_left_alone(behave: Behaviour, said: str) -> None:
+def test_a_failing_prefill_is_a_502_with_the_reason_and_decode_is_left_alone(behave: Behaviour, expected: str) -> None:
     async def test() -> None:
         limits: dict[str, Any] = {"prefill_timeout_s": 0.5, "max_answer_bytes": 4000}
         async with prefill(behave) as p, decode() as d, routing(p, d, **limits) as router:
@@ -188,7 +190,7 @@ def test_a_failing_prefill_is_a_502_with_the_reason_and_decode_is_left_alone(beh
             assert await router.metric("kvbaton_router_prefill_failures_total") == 1
         error = error_of(content)
         assert (status, error["code"]) == (502, "prefill_failed")
-        assert said in error["message"]
+        assert expected in error["message"]
         assert headers["x-kvbaton-transfer"].startswith("tx-")
         assert d.seen == []
 
@@ -229,7 +231,7 @@ def test_decode_that_fails_before_its_first_byte_is_a_502(behave: Behaviour, str
 
 
 @run
-async def test_decode_that_dies_in_mid_stream_is_told_as_an_event() -> None:
+async def test_decode_that_dies_in_mid_stream_is_reported_as_an_event() -> None:
     async with prefill() as p, decode(reset_in_the_middle) as d, routing(p, d) as router:
         status, headers, content = await router.post({**BODY, "stream": True})
         assert await router.metric("kvbaton_router_decode_failures_total") == 1
@@ -329,7 +331,7 @@ async def test_a_client_that_does_not_read_is_given_up() -> None:
 
 
 @run
-async def test_requests_beyond_the_limit_are_told_to_come_back() -> None:
+async def test_requests_beyond_the_limit_get_a_time_to_retry_after() -> None:
     async with prefill(wait_for_ever) as p, decode() as d, routing(p, d, max_in_flight=1) as router:
         first = asyncio.create_task(router.post(BODY))
         await until(lambda: len(p.seen) == 1)

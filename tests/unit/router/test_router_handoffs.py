@@ -1,4 +1,4 @@
-"""The router explains hand-offs: it joins what both instances tell, and says who did not tell, and why."""
+"""The router explains hand-offs: it joins what both instances report, and states which did not, and why."""
 
 from __future__ import annotations
 
@@ -44,27 +44,27 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
     return wrapped
 
 
-def telling(side: Side, otherwise: Behaviour, told: Behaviour | None = None) -> Behaviour:
-    """An instance that answers completions well, and tells of hand-offs as `told` does."""
+def reporting(side: Side, otherwise: Behaviour, reported: Behaviour | None = None) -> Behaviour:
+    """An instance that answers completions well, and reports hand-offs as `reported` does."""
     notes = msgspec.json.encode(record(side, notes_of_push(Way()))).decode()
 
     async def behave(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if not request.path.startswith("/handoffs/"):
             return await otherwise(request, body)
-        if told is not None:
-            return await told(request, body)
+        if reported is not None:
+            return await reported(request, body)
         transfer_id = request.path.removeprefix("/handoffs/")
         return web.Response(text=notes.replace(TRANSFER, transfer_id), content_type="application/json")
 
     return behave
 
 
-def telling_prefill(told: Behaviour | None = None) -> FakeInstance:
-    return prefill(telling(Side.SOURCE, prefill_well, told))
+def reporting_prefill(reported: Behaviour | None = None) -> FakeInstance:
+    return prefill(reporting(Side.SOURCE, prefill_well, reported))
 
 
-def telling_decode(told: Behaviour | None = None) -> FakeInstance:
-    return decode(telling(Side.TARGET, decode_well, told))
+def reporting_decode(reported: Behaviour | None = None) -> FakeInstance:
+    return decode(reporting(Side.TARGET, decode_well, reported))
 
 
 async def routed_one(router: Router) -> str:
@@ -74,7 +74,7 @@ async def routed_one(router: Router) -> str:
     return headers["x-kvbaton-transfer"]
 
 
-async def story_of(router: Router, transfer_id: str) -> TransferReport:
+async def report_of(router: Router, transfer_id: str) -> TransferReport:
     status, _, content = await router.get(f"/handoffs/{transfer_id}")
     assert status == 200, content
     return msgspec.json.decode(content, type=TransferReport)
@@ -82,13 +82,13 @@ async def story_of(router: Router, transfer_id: str) -> TransferReport:
 
 @run
 async def test_both_sides_are_asked_and_joined() -> None:
-    async with telling_prefill() as p, telling_decode() as d, routing(p, d) as router:
+    async with reporting_prefill() as p, reporting_decode() as d, routing(p, d) as router:
         transfer_id = await routed_one(router)
-        story = await story_of(router, transfer_id)
+        story = await report_of(router, transfer_id)
         assert story.transfer_id == transfer_id
         assert story.clock.is_joined
-        assert [teller.problem for teller in story.participants] == ["", ""]
-        assert [teller.name for teller in story.participants] == [
+        assert [participant.problem for participant in story.participants] == ["", ""]
+        assert [participant.name for participant in story.participants] == [
             f"prefill instance {p.http_address}",
             f"decode instance {d.http_address}",
         ]
@@ -97,18 +97,18 @@ async def test_both_sides_are_asked_and_joined() -> None:
 
 
 @run
-async def test_an_instance_that_tells_elsewhere_is_asked_there() -> None:
-    async with telling_decode() as teller, telling_prefill() as p, decode(decode_well) as d:
-        d.handoffs_address = teller.http_address
+async def test_an_instance_that_reports_elsewhere_is_asked_there() -> None:
+    async with reporting_decode() as participant, reporting_prefill() as p, decode(decode_well) as d:
+        d.handoffs_address = participant.http_address
         async with routing(p, d) as router:
-            story = await story_of(router, await routed_one(router))
+            story = await report_of(router, await routed_one(router))
             assert [each.problem for each in story.participants] == ["", ""]
             assert story.participants[1].name == f"decode instance {d.http_address}"
 
 
 @run
 async def test_the_newest_are_listed_first() -> None:
-    async with telling_prefill() as p, telling_decode() as d, routing(p, d) as router:
+    async with reporting_prefill() as p, reporting_decode() as d, routing(p, d) as router:
         assert json.loads((await router.get("/handoffs"))[2]) == {"handoffs": []}
         ids = [await routed_one(router) for _ in range(3)]
         listed = json.loads((await router.get("/handoffs"))[2])["handoffs"]
@@ -118,7 +118,7 @@ async def test_the_newest_are_listed_first() -> None:
 
 @run
 async def test_an_unknown_transfer_is_a_404_and_no_instance_is_asked() -> None:
-    async with telling_prefill() as p, telling_decode() as d, routing(p, d) as router:
+    async with reporting_prefill() as p, reporting_decode() as d, routing(p, d) as router:
         for transfer_id in ("nope", "..%2F..%2Fmetrics", "x" * 3000):
             status, _, content = await router.get(f"/handoffs/{transfer_id}")
             assert status == 404
@@ -138,11 +138,11 @@ BAD: list[tuple[str, Behaviour, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("told", "expected"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
-def test_an_instance_that_does_not_tell_is_named_and_the_other_is_heard(told: Behaviour, expected: str) -> None:
+@pytest.mark.parametrize(("reported", "expected"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
+def test_an_instance_that_does_not_report_is_named_and_the_other_one_is_shown(reported: Behaviour, expected: str) -> None:
     async def test() -> None:
-        async with telling_prefill() as p, telling_decode(told) as d, routing(p, d, explain_timeout_s=0.5) as router:
-            story = await story_of(router, await routed_one(router))
+        async with reporting_prefill() as p, reporting_decode(reported) as d, routing(p, d, explain_timeout_s=0.5) as router:
+            story = await report_of(router, await routed_one(router))
             assert expected in story.participants[1].problem
             assert story.participants[0].problem == ""
             assert "target side" in story.sentence
@@ -154,15 +154,15 @@ def test_an_instance_that_does_not_tell_is_named_and_the_other_is_heard(told: Be
 @run
 async def test_a_record_of_another_transfer_is_not_believed() -> None:
     other = msgspec.json.encode(record(Side.TARGET, notes_of_push(Way()))).decode()
-    async with telling_prefill() as p, telling_decode(answering(200, other)) as d, routing(p, d) as router:
-        story = await story_of(router, await routed_one(router))
+    async with reporting_prefill() as p, reporting_decode(answering(200, other)) as d, routing(p, d) as router:
+        story = await report_of(router, await routed_one(router))
         assert "another transfer" in story.participants[1].problem
 
 
 @run
-async def test_when_nobody_tells_it_is_an_error_with_both_reasons() -> None:
+async def test_when_no_instance_reports_it_is_an_error_with_both_reasons() -> None:
     gone = answering(404, "{}")
-    async with telling_prefill(gone) as p, telling_decode(gone) as d, routing(p, d) as router:
+    async with reporting_prefill(gone) as p, reporting_decode(gone) as d, routing(p, d) as router:
         status, _, content = await router.get(f"/handoffs/{await routed_one(router)}")
         assert status == 404
         message = json.loads(content)["error"]["message"]
@@ -172,16 +172,16 @@ async def test_when_nobody_tells_it_is_an_error_with_both_reasons() -> None:
 
 @run
 async def test_an_instance_that_was_restarted_is_not_asked_for_what_it_cannot_know() -> None:
-    async with telling_prefill() as p, telling_decode() as d, routing(p, d) as router:
+    async with reporting_prefill() as p, reporting_decode() as d, routing(p, d) as router:
         transfer_id = await routed_one(router)
         await asyncio.to_thread(router.announcers[d.port].stop)
         reborn = msgspec.structs.replace(d.registration(), incarnation="another")
         with ThreadAnnouncer(reborn, [f"127.0.0.1:{router.settings.discovery_port}"], heartbeat_s=0.3):
             async with asyncio.timeout(20):
-                while "it is gone, or was restarted" not in (await story_of(router, transfer_id)).participants[1].problem:
+                while "it is gone, or was restarted" not in (await report_of(router, transfer_id)).participants[1].problem:
                     await asyncio.sleep(0.01)
         seen = len(d.seen)
-        assert (await story_of(router, transfer_id)).handoffs
+        assert (await report_of(router, transfer_id)).handoffs
         assert len(d.seen) == seen
 
 
@@ -189,11 +189,11 @@ async def test_an_instance_that_was_restarted_is_not_asked_for_what_it_cannot_kn
 async def test_too_many_questions_at_once_are_turned_away_and_nothing_sticks() -> None:
     gate = asyncio.Event()
 
-    async def told_late(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    async def reported_late(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         await gate.wait()
         return web.Response(status=404)
 
-    async with telling_prefill() as p, telling_decode(told_late) as d, routing(p, d) as router:
+    async with reporting_prefill() as p, reporting_decode(reported_late) as d, routing(p, d) as router:
         transfer_id = await routed_one(router)
         path = f"/handoffs/{transfer_id}"
         waiting = [asyncio.create_task(router.get(path)) for _ in range(16)]
@@ -232,7 +232,7 @@ def test_processes_see_each_others_newest_transfers() -> None:
         assert book.get("tx-nothing") is None
 
 
-def test_a_slot_that_somebody_else_has_taken_over_names_nobody() -> None:
+def test_a_slot_that_another_request_has_taken_over_names_no_client() -> None:
     rings, registry, slots = Rings(1), Registry(), SlotBook(8)
     book = RoutedTransfers(rings, 0, slots, registry)
     registry.register(FakeInstance(InstanceType.DECODE, prefill_well, port=9000).registration(), 0.0)

@@ -117,7 +117,7 @@ async def test_old_clients_get_a_stream_that_ends_with_the_connection() -> None:
 
 
 @run
-async def test_a_client_that_asks_first_is_told_to_go_on() -> None:
+async def test_a_client_that_asks_first_gets_100_continue() -> None:
     async with prefill(mode=WRITE) as p, decode(mode=WRITE) as d, routing(p, d) as router, raw(router) as (reader, writer):
         writer.write(HEAD + b"Expect: 100-continue\r\n\r\n")
         assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -309,7 +309,7 @@ async def test_a_slow_reader_holds_decode_back_and_memory_stays_bounded() -> Non
 
 
 @pytest.mark.parametrize("mode", list(TransferMode))
-def test_who_has_not_read_its_last_answer_holds_the_next_one_back(mode: TransferMode) -> None:
+def test_a_client_that_has_not_read_its_last_answer_holds_the_next_one_back(mode: TransferMode) -> None:
     written = 0
 
     async def flood(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -382,7 +382,7 @@ ANSWERS = (
 
 @run
 async def test_instances_that_answer_noise_fail_requests_and_nothing_else() -> None:
-    """Answers with random bytes in them, or cut short: a client hears 200, or a 4xx or 5xx that the router can vouch for."""
+    """Answers with random bytes in them, or cut short: a client gets 200, or a 4xx or 5xx that the router can vouch for."""
     generator = random.Random(11)
 
     async def noisy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

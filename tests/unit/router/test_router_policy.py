@@ -30,7 +30,7 @@ from kvbaton.router.settings import RouterSettings
 from kvbaton.router.slots import SlotBook, instance_key
 
 NOTHING = RouteRequest({})
-WISH = SeatRequest(NOTHING)
+ANY_SEAT = SeatRequest(NOTHING)
 READ, WRITE = TransferMode.READ, TransferMode.WRITE
 PREFILL, DECODE = InstanceType.PREFILL, InstanceType.DECODE
 
@@ -61,11 +61,11 @@ def pair_of(found: Seats | Missing | Busy) -> InstancePair:
     return found.pair
 
 
-def take(chooser: Chooser, count: int, wanted: SeatRequest = WISH) -> list[InstancePair]:
+def take(chooser: Chooser, count: int, request: SeatRequest = ANY_SEAT) -> list[InstancePair]:
     """Choose, and leave the seats at once."""
     pairs = []
     for _ in range(count):
-        seats = chooser.choose(wanted, 0.0)
+        seats = chooser.choose(request, 0.0)
         assert isinstance(seats, Seats)
         seats.leave_prefill()
         seats.leave_decode()
@@ -101,7 +101,7 @@ def test_modes_do_not_mix_and_none_is_left_out(p_read: int, d_read: int, p_write
 
 def test_instances_of_two_ways_to_dispatch_are_no_pair() -> None:
     live = registrations(PREFILL, 1, WRITE, dispatch=Dispatch.BOOTSTRAP) + registrations(DECODE, 1, WRITE)
-    assert isinstance(chooser(*live).choose(WISH, 0.0), Missing)
+    assert isinstance(chooser(*live).choose(ANY_SEAT, 0.0), Missing)
 
 
 def test_a_mode_with_one_side_only_is_left_out() -> None:
@@ -131,7 +131,7 @@ def test_least_loaded_prefers_the_one_with_the_least() -> None:
 @pytest.mark.parametrize("in_turn", [True, False], ids=["ends in turn", "ends at random"])
 @pytest.mark.parametrize("at_once", range(1, 9))
 @pytest.mark.parametrize("count", range(2, 7))
-def test_nobody_is_passed_by_however_many_requests_are_there_at_once(count: int, at_once: int, in_turn: bool) -> None:
+def test_no_instance_is_skipped_however_many_requests_are_there_at_once(count: int, at_once: int, in_turn: bool) -> None:
     """Requests that all take as long end in the order they came: turns must not fall into step with that."""
     live = [*registrations(PREFILL, count), *registrations(DECODE, 1, dp_size=count)]
     one, generator = chooser(*live), random.Random(7)
@@ -142,7 +142,7 @@ def test_nobody_is_passed_by_however_many_requests_are_there_at_once(count: int,
             gone = here.pop(0 if in_turn else generator.randrange(at_once))
             gone.leave_prefill()
             gone.leave_decode()
-        found = one.choose(WISH, 0.0)
+        found = one.choose(ANY_SEAT, 0.0)
         assert isinstance(found, Seats)
         here.append(found)
         sources[addresses(found.pair)[0]] += 1
@@ -191,7 +191,7 @@ def test_affinity_gives_way_to_load_and_its_memory_is_bounded() -> None:
     assert len(policy._served) <= 100
 
 
-def test_strangers_agree_on_where_a_prompt_goes() -> None:
+def test_separate_routers_agree_on_where_a_prompt_goes() -> None:
     """Processes and routers that know nothing of each other send an unknown prompt to the same place."""
     requests = [asking(f"{n} hello" * 200) for n in range(20)]
     assert [chosen(PrefixAffinity(), [r], [0, 0, 0]) for r in requests] == [
@@ -208,7 +208,7 @@ def test_every_data_parallel_rank_is_used_alike() -> None:
     assert len(sources) == 4
     assert len(targets) == 8
     held = chooser(*live)
-    seats = [held.choose(WISH, 0.0) for _ in range(64)]
+    seats = [held.choose(ANY_SEAT, 0.0) for _ in range(64)]
     loads = Counter((pair_of(s).decode.http_address, pair_of(s).decode_dp_rank) for s in seats)
     assert set(loads.values()) == {8}
 
@@ -221,23 +221,23 @@ def test_a_rank_is_only_named_where_there_is_a_choice() -> None:
 @pytest.mark.parametrize(("cap", "side"), [("max_per_prefill", PREFILL), ("max_per_decode", DECODE)])
 def test_caps_are_strict_and_seats_come_back_once(cap: str, side: InstanceType) -> None:
     one = chooser(*registrations(PREFILL, 2), *registrations(DECODE, 2), **{cap: 3})
-    seats = [one.choose(WISH, 0.0) for _ in range(6)]
+    seats = [one.choose(ANY_SEAT, 0.0) for _ in range(6)]
     assert all(isinstance(s, Seats) for s in seats)
-    assert one.choose(WISH, 0.0) == Busy(side)
+    assert one.choose(ANY_SEAT, 0.0) == Busy(side)
     first = seats[0]
     assert isinstance(first, Seats)
     for _ in range(3):
         first.leave_prefill()
         first.leave_decode()
-    assert isinstance(one.choose(WISH, 0.0), Seats)
-    assert one.choose(WISH, 0.0) == Busy(side)
+    assert isinstance(one.choose(ANY_SEAT, 0.0), Seats)
+    assert one.choose(ANY_SEAT, 0.0) == Busy(side)
 
 
 def test_a_busy_prefill_pool_may_be_bypassed() -> None:
     live = registrations(PREFILL, 1) + registrations(DECODE, 1)
     one = chooser(*live, max_per_prefill=1, local_prefill_when_busy=True)
-    assert pair_of(one.choose(WISH, 0.0)).prefill is not None
-    assert pair_of(one.choose(WISH, 0.0)).prefill is None
+    assert pair_of(one.choose(ANY_SEAT, 0.0)).prefill is not None
+    assert pair_of(one.choose(ANY_SEAT, 0.0)).prefill is None
 
 
 def two_modes(**settings: Any) -> Chooser:
@@ -249,8 +249,8 @@ def test_what_one_mode_cannot_serve_the_other_does() -> None:
     failed = SeatRequest(NOTHING, avoid={"h:9000"})
     assert {pair.transfer_mode for pair in take(two_modes(), 8, failed)} == {WRITE}
     one = two_modes(max_per_prefill=1)
-    assert {pair_of(one.choose(WISH, 0.0)).transfer_mode for _ in range(2)} == {READ, WRITE}
-    assert [one.choose(WISH, 0.0) for _ in range(2)] == [Busy(PREFILL)] * 2
+    assert {pair_of(one.choose(ANY_SEAT, 0.0)).transfer_mode for _ in range(2)} == {READ, WRITE}
+    assert [one.choose(ANY_SEAT, 0.0) for _ in range(2)] == [Busy(PREFILL)] * 2
     assert one.choose(failed, 0.0) == Busy(PREFILL)
     registry = Registry(expire_after_s=1e9)
     one = Chooser(RouterSettings(), registry, Loads(Board(1, 64), 0, 0), SlotBook(64))
@@ -268,10 +268,10 @@ def test_only_decode_instances_that_can_prefill_are_left_to_do_it() -> None:
     live = [*registrations(PREFILL, 1, dispatch=Dispatch.BOOTSTRAP), *registrations(DECODE, 1, dispatch=Dispatch.BOOTSTRAP)]
     one = chooser(*live, max_per_prefill=1, local_prefill_when_busy=True)
     assert pair_of(one.choose(SeatRequest(NOTHING, local=True), 0.0)).prefill is not None
-    assert one.choose(WISH, 0.0) == Busy(PREFILL)
+    assert one.choose(ANY_SEAT, 0.0) == Busy(PREFILL)
 
 
-def test_who_failed_is_avoided_and_who_may_have_had_a_part_in_it_is_shunned() -> None:
+def test_an_instance_that_failed_is_avoided_and_one_that_may_have_had_a_part_in_it_is_tried_last() -> None:
     one = chooser(*registrations(PREFILL, 2), *registrations(DECODE, 2))
     for pair in take(one, 8, SeatRequest(NOTHING, avoid={"h:9000"}, shun={"h:10000"})):
         assert addresses(pair) == ("h:9001", "h:10001")
@@ -280,7 +280,7 @@ def test_who_failed_is_avoided_and_who_may_have_had_a_part_in_it_is_shunned() ->
     assert one.choose(SeatRequest(NOTHING, avoid={"h:9000", "h:9001"}), 0.0) == Missing("no other instance is left to try")
 
 
-def test_who_cannot_be_reached_is_put_aside_for_longer_each_time_unless_nobody_else_is_left() -> None:
+def test_an_unreachable_instance_is_put_aside_for_longer_each_time_unless_no_other_is_left() -> None:
     registry = Registry(expire_after_s=1e9)
     for message in registrations(PREFILL, 2) + registrations(DECODE, 1):
         registry.register(message, 0.0)

@@ -142,9 +142,9 @@ def test_all_processes_serve_and_count_together_and_a_dead_one_is_replaced() -> 
 
 
 def strikes_against_decode(router: Group) -> list[int]:
-    """What several processes say, each asked over a connection of its own."""
-    told = [json.loads(router.ask("/instances")[1] or b'{"live":[]}')["live"] for _ in range(16)]
-    return [instance["strikes"] for live in told for instance in live if instance["type"] == "D"]
+    """What several processes answer, each asked over a connection of its own."""
+    answers = [json.loads(router.ask("/instances")[1] or b'{"live":[]}')["live"] for _ in range(16)]
+    return [instance["strikes"] for live in answers for instance in live if instance["type"] == "D"]
 
 
 def test_a_process_that_stood_still_finds_its_instances_alive() -> None:
@@ -165,7 +165,7 @@ def test_a_process_that_stood_still_finds_its_instances_alive() -> None:
 
 
 def test_what_one_process_holds_against_an_instance_all_do() -> None:
-    """One request, so one process, finds decode gone; a replaced process is told too, and an answer clears it for all."""
+    """One request, so one process, finds decode gone; a replaced process gets it too, and an answer clears it for all."""
     with group() as router:
         assert strikes_against_decode(router) == [0] * 16
         router.servers[1].kill()
@@ -180,7 +180,7 @@ def test_what_one_process_holds_against_an_instance_all_do() -> None:
         router.servers[1] = subprocess.Popen(again)
         try:
             wait_until(lambda: router.ask("/v1/completions", b'{"prompt":"x"}')[0] == 200, "decode is back")
-            wait_until(lambda: not any(strikes_against_decode(router)), "nobody holds it against decode any more")
+            wait_until(lambda: not any(strikes_against_decode(router)), "no process counts it against decode any more")
         finally:
             router.servers[1].kill()
             router.servers[1].wait(20)
@@ -209,15 +209,15 @@ def test_a_cap_holds_for_all_processes_together() -> None:
 def flood(port: int, stopping: threading.Event) -> None:
     """Registrations of ever new instances, a thousand at a time, ten times a second or as fast as they are taken.
 
-    They are of a mode that the router does not take: whoever takes strangers in must also try them.
+    They are of a mode that the router does not take: one that is admitted would also be tried.
     """
     with socket.create_connection(("127.0.0.1", port), timeout=20) as sender:
         sender.sendall(GREETING + READY)
         number = 0
         while not stopping.wait(0.1):
-            strangers = [registration(InstanceType.DECODE, 1 + (number + n) % 60000) for n in range(1000)]
-            refused = [msgspec.structs.replace(stranger, transfer_mode=TransferMode.READ) for stranger in strangers]
-            sender.sendall(b"".join(encode_frame(encode_registration(stranger)) for stranger in refused))
+            unknown = [registration(InstanceType.DECODE, 1 + (number + n) % 60000) for n in range(1000)]
+            refused = [msgspec.structs.replace(each, transfer_mode=TransferMode.READ) for each in unknown]
+            sender.sendall(b"".join(encode_frame(encode_registration(each)) for each in refused))
             number += 1000
 
 
@@ -245,7 +245,7 @@ def test_a_flood_of_registrations_is_dropped_and_no_request_notices(processes: i
         assert memory_kib(router.process.pid) - before < 32 * 1024
 
 
-def test_a_worker_hears_later_what_it_had_no_room_for() -> None:
+def test_a_worker_receives_later_what_it_had_no_room_for() -> None:
     """A long list of instances is more than its socket holds at once."""
     settings = RouterSettings(processes=2)
     head = _Head(settings)
@@ -260,15 +260,15 @@ def test_a_worker_hears_later_what_it_had_no_room_for() -> None:
             registry.register(one, 0.0)
         assert head._workers[0].missed, "the socket holds it all; this shows nothing"
         registry.register(msgspec.structs.replace(listed[-1], bye=True), 0.0)
-        heard: list[Registration] = []
-        while fresh := list(_heard(theirs)):
-            heard += fresh
+        received: list[Registration] = []
+        while fresh := list(_received(theirs)):
+            received += fresh
             head._send_missed()
-    assert {one.http_address for one in heard} == {one.http_address for one in listed}
-    assert [one.bye for one in heard if one.http_address == listed[-1].http_address] == [True]
+    assert {one.http_address for one in received} == {one.http_address for one in listed}
+    assert [one.bye for one in received if one.http_address == listed[-1].http_address] == [True]
 
 
-def _heard(channel: socket.socket) -> Iterator[Registration]:
+def _received(channel: socket.socket) -> Iterator[Registration]:
     with suppress(BlockingIOError):
         while True:
             message = decode_registration(msgspec.msgpack.decode(channel.recv(65536), type=_RegistrationUpdate).frame)

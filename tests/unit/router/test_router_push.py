@@ -65,7 +65,7 @@ def once(event: asyncio.Event, then: Behaviour) -> Behaviour:
 
 
 async def begin_and_wait(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    """A stream whose headers come at once, before there is anything to say."""
+    """A stream whose headers come at once, before there is anything to send."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     return await wait_for_ever(request, body)
@@ -136,7 +136,7 @@ async def test_the_first_bytes_of_a_stream_come_before_prefill_has_answered_and_
 @pytest.mark.parametrize("waits", [wait_for_ever, begin_and_wait])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("behave", "status", "said"),
+    ("behave", "status", "expected"),
     [
         (answering(400, '{"error":{"message":"too long"}}'), 400, "too long"),
         (answering(429, '{"error":{"message":"busy"}}'), 429, "busy"),
@@ -145,8 +145,8 @@ async def test_the_first_bytes_of_a_stream_come_before_prefill_has_answered_and_
         (reset_in_the_middle, 502, "broke off"),
     ],
 )
-def test_a_failing_prefill_gives_decode_up_and_is_told(
-    behave: Behaviour, status: int, said: str, stream: bool, waits: Behaviour
+def test_a_failing_prefill_cancels_decode_and_is_reported(
+    behave: Behaviour, status: int, expected: str, stream: bool, waits: Behaviour
 ) -> None:
     async def test() -> None:
         d = decode(waits, mode=WRITE)
@@ -161,7 +161,7 @@ def test_a_failing_prefill_gives_decode_up_and_is_told(
             assert await router.metric("kvbaton_router_decode_failures_total") == 0
             assert await router.metric("kvbaton_router_in_flight_requests") == 0
         assert got == status
-        assert said in error_of(content)["message"]
+        assert expected in error_of(content)["message"]
         assert status < 500 or error_of(content)["code"] == "prefill_failed"
         assert headers["x-kvbaton-prefill"] == p.http_address
 
@@ -179,14 +179,14 @@ async def test_a_prefill_instance_that_does_not_listen_gives_decode_up() -> None
 
 
 @pytest.mark.parametrize(
-    ("behave", "status", "said"),
+    ("behave", "status", "expected"),
     [
         (answering(400, '{"error":{"message":"no"}}'), 400, "no"),
         (answering(502, '{"error":{"message":"hand-off failed","code":"handoff_failed"}}'), 502, "hand-off failed"),
         (reset_at_once, 502, "closed the connection"),
     ],
 )
-def test_a_failing_decode_gives_prefill_up_and_is_told(behave: Behaviour, status: int, said: str) -> None:
+def test_a_failing_decode_cancels_prefill_and_is_reported(behave: Behaviour, status: int, expected: str) -> None:
     async def test() -> None:
         both_are_there = asyncio.Event()
         p, d = prefill(wait_for_ever, mode=WRITE), decode(once(both_are_there, behave), mode=WRITE)
@@ -198,13 +198,13 @@ def test_a_failing_decode_gives_prefill_up_and_is_told(behave: Behaviour, status
             await is_cancelled(p)
             assert await router.metric("kvbaton_router_decode_failures_total") == 1
         assert got == status
-        assert said in error_of(content)["message"]
+        assert expected in error_of(content)["message"]
 
     asyncio.run(test())
 
 
 @run
-async def test_decode_that_dies_in_mid_stream_is_told_as_an_event() -> None:
+async def test_decode_that_dies_in_mid_stream_is_reported_as_an_event() -> None:
     async with prefill(mode=WRITE) as p, decode(reset_in_the_middle, mode=WRITE) as d, routing(p, d) as router:
         status, _, content = await router.post({**BODY, "stream": True})
     assert status == 200

@@ -112,7 +112,7 @@ async def test_attempts_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("status", [400, 404, 413, 422, 429, 501])
-def test_what_another_instance_would_say_too_is_not_tried_again(status: int) -> None:
+def test_what_another_instance_would_answer_too_is_not_tried_again(status: int) -> None:
     async def test() -> None:
         refusing = answering(status, '{"error":{"message":"no"}}')
         async with prefill(refusing) as a, prefill(refusing) as b, decode() as d, routing(a, b, d) as router:
@@ -196,7 +196,7 @@ def test_a_client_that_leaves_while_both_wait_frees_both(mode: TransferMode) -> 
 
 
 @run
-async def test_what_prefill_holds_is_released_when_nobody_will_come_for_it() -> None:
+async def test_what_prefill_holds_is_released_when_no_target_will_fetch_it() -> None:
     """Pull, and no decode instance can be reached: the blocks need not wait for their lease."""
     dead = decode()
     async with prefill(key="theirs") as p, routing(p, dead, instance_api_key="theirs") as router:

@@ -64,3 +64,18 @@ def test_one_token_is_refused_because_no_instance_decodes_it() -> None:
 def test_an_unknown_engine_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"--engine is 'vlm', which is no engine; did you mean 'vllm'\?"):
         run_verify(VerifiedPair("vlm", "local", DEFAULT_HANDOFF), VerifySettings(), print, print)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"pair_url": "http://a:1"}, "--pair-url and --single-url belong together"),
+        ({"single_url": "http://a:1"}, "--pair-url and --single-url belong together"),
+        ({"pair_url": "a:1", "single_url": "http://b:1"}, "--pair-url is 'a:1'"),
+        ({"pair_url": "http://a:1", "single_url": "file:///b"}, "--single-url is 'file:///b'"),
+        ({"pair_url": "http://a:1", "single_url": "http://b:1", "drop_writes": True}, "--drop-writes has no effect"),
+    ],
+)
+def test_servers_that_run_already_are_named_in_full(given: dict[str, str | bool], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        VerifySettings(**given)  # type: ignore[arg-type]

@@ -2,42 +2,14 @@
 
 from __future__ import annotations
 
-from kvbaton.compat.mori import engine as _engine
-from kvbaton.compat.mori.descriptors import EngineDesc, MemoryDesc
-from kvbaton.compat.mori.io import fabric_alloc, fabric_free
-from kvbaton.compat.mori.names import BackendType, MemoryLocationType, PollCqMode, StatusCode
-from kvbaton.compat.mori.settings import (
-    BackendConfig,
-    FabricBackendConfig,
-    IOEngineConfig,
-    RdmaBackendConfig,
-    XgmiBackendConfig,
-    set_log_level,
-)
+from typing import Any
+
+from kvbaton.compat.mori import io as _io
+from kvbaton.compat.mori.settings import BackendConfig
 from kvbaton.compat.mori.status import TransferStatus
 
-__all__ = [
-    "BackendConfig",
-    "BackendType",
-    "EngineDesc",
-    "FabricBackendConfig",
-    "IOEngine",
-    "IOEngineConfig",
-    "IOEngineSession",
-    "MemoryDesc",
-    "MemoryLocationType",
-    "PollCqMode",
-    "RdmaBackendConfig",
-    "StatusCode",
-    "TransferStatus",
-    "XgmiBackendConfig",
-    "fabric_alloc",
-    "fabric_free",
-    "set_log_level",
-]
-
-IOEngine = _engine.IOEngine
-IOEngineSession = _engine.IOEngineSession
+__all__ = ["BackendConfig", "TransferStatus"]
+__all__ += _io.__all__
 
 
 def _add_camel_case(kind: type) -> None:
@@ -47,7 +19,14 @@ def _add_camel_case(kind: type) -> None:
             setattr(kind, "".join(part.title() for part in name.split("_")), method)
 
 
-for _kind in (IOEngine, IOEngineSession):
+for _kind in (_io.IOEngine, _io.IOEngineSession):
     _add_camel_case(_kind)
 
-globals().update({member.name: member for kind in (BackendType, MemoryLocationType, StatusCode) for member in kind})
+globals().update({member.name: member for kind in (_io.BackendType, _io.MemoryLocationType, _io.StatusCode) for member in kind})
+
+
+def __getattr__(name: str) -> Any:
+    """Everything that `mori.io` has is here too."""
+    if name in _io.__all__:
+        return getattr(_io, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

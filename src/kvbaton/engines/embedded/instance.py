@@ -20,9 +20,8 @@ from kvbaton.discovery.advertise import numeric_host
 from kvbaton.engines.base import Role
 from kvbaton.engines.embedded.backend import make_backend
 from kvbaton.engines.embedded.engine import Engine, EngineSettings
-from kvbaton.engines.embedded.settings import DEFAULT_HTTP, HttpSettings
+from kvbaton.engines.embedded.settings import DEFAULT_HTTP, HttpSettings, InstanceOptions
 from kvbaton.engines.embedded.shaped.drops import without
-from kvbaton.engines.embedded.shaped.memory import CACHE_DTYPES
 from kvbaton.engines.embedded.shaped.rank_messages import GroupSettings, RankTransport
 from kvbaton.engines.instance import ONE_RANK, ModelIdentity, instance_card, new_incarnation
 from kvbaton.engines.serving import serve_engine
@@ -35,23 +34,16 @@ __all__ = ["ONE_RANK", "InstanceSettings", "Role", "serve_instance"]
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class InstanceSettings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceSettings(InstanceOptions):
     """The settings of `kvbaton serve`.
 
     `advertise_host` is where peers reach this instance; `control_host`, an IP address, when it is empty.
     """
 
-    role: Role
-    model: str
-    host: str
-    port: int
     control_host: str
-    control_port: int
     transport: str
     routers: tuple[str, ...]
-    blocks: int
-    block_tokens: int
     limits: Limits
     engine: EngineSettings
     trust: Trust
@@ -63,12 +55,9 @@ class InstanceSettings:
     shape: Shape = ONE_RANK
     drop: str = ""
     """What a control leaves out of every hand-off."""
-    cache_dtype: str = CACHE_DTYPES[0]
     lacks: str = ""
     """What a control leaves out of the card."""
     http: HttpSettings = DEFAULT_HTTP
-    model_id: str = ""
-    """Stands for the model where instances of other engines serve the same one."""
 
     @property
     def control_address(self) -> ControlAddress:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings
 from kvbaton.errors import ConfigError
 
-__all__ = ["DEFAULT_HTTP", "EngineSettings", "HttpSettings"]
+__all__ = ["DEFAULT_HTTP", "DEFAULT_INSTANCE", "EngineSettings", "HttpSettings", "InstanceOptions"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +73,46 @@ class HttpSettings:
 
 DEFAULT_HTTP = HttpSettings()
 """Every limit derived from the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceOptions:
+    """What an instance serves, where, and with how much memory. The command line reads its options off this class.
+
+    Parameters
+    ----------
+    role
+        prefill and decode instances hand caches over; `both` answers clients by itself.
+    model
+        `smollm2`, `tiny`, a .gguf file, a directory of Hugging Face safetensors, or a small model of some kind of cache:
+        `tiny-gqa2`, `-gqa4`, `-gqa6`, `-gqa8`, `-mqa`, `-mla`, `-swa`, `-mamba`, `-nsa`; with another seed as
+        `tiny-gqa2:1`, with other sizes as `tiny-mamba@conv_taps=6`.
+    host
+        where to listen for HTTP and control messages.
+    port
+        port of the OpenAI-compatible API.
+    control_port
+        port on which other instances reach this one.
+    blocks
+        blocks of the KV cache.
+    block_tokens
+        tokens per block.
+    cache_dtype
+        type of the numbers in the cache: `float32`, or `float16` for the small models.
+    model_id
+        stands for the model where instances of another engine serve the same one (SGLang's setting `fingerprint`); with it,
+        caches can be handed over between the two.
+    """
+
+    role: Literal["prefill", "decode", "both"] = "both"
+    model: str = "smollm2"
+    host: str = "127.0.0.1"
+    port: int = 8100
+    control_port: int = 8101
+    blocks: int = 2048
+    block_tokens: int = 16
+    cache_dtype: str = "float32"
+    model_id: str = ""
+
+
+DEFAULT_INSTANCE = InstanceOptions()

@@ -24,6 +24,7 @@ from sglang.srt.disaggregation.base.conn import (
 )
 from sglang.srt.runtime_context import get_parallel
 
+from kvbaton.core.topology import RankAt, Shape
 from kvbaton.engines.sglang.halves import Poll, SourceHalf, TargetHalf
 from kvbaton.engines.sglang.hooks import current_queue, current_request, report_refused
 from kvbaton.engines.sglang.instance import RankInstance, SglangPlace, model_identity
@@ -41,6 +42,8 @@ _ONE_PREFILL = SimpleNamespace(dp_size=1, follow_bootstrap_room=True)
 """What SGLang's scheduler reads of a prefill instance before it makes a request's pages; the agents check the rest."""
 
 _WITHOUT = {
+    # Of prefill: ranks and halves can, but no pipeline of SGLang has been run with them. Of decode: a later stage may still use
+    # the pages that the first one has freed and grants, because no stage waits for the others when it frees pages.
     "pp_size": "pipeline parallelism",
     "dp_size": "data parallelism",
     "attn_dp_size": "DP attention",
@@ -98,14 +101,16 @@ class KVBatonManager(BaseKVManager):
         )
         pool = read_pool(queue.pool, facts, args.state_types, getattr(args, "num_draft_entries", 0))
         _check_release_limit(settings)
+        shape = Shape(tp=parallel.attn_tp_size, pp=parallel.pp_size)
+        rank = shape.number(RankAt(0, parallel.pp_rank, parallel.attn_tp_rank, 0))
         place = SglangPlace(
             role=role,
             host=server_args.host,
             http_port=server_args.port,
-            control_port=_control_port(role, server_args, settings, parallel),
-            tp_size=parallel.attn_tp_size,
-            tp_rank=parallel.attn_tp_rank,
-            broadcast=parallel.attn_tp_group.broadcast_object if parallel.attn_tp_size > 1 else _same,
+            control_port=_control_port(role, server_args, settings, rank),
+            shape=shape,
+            rank=rank,
+            broadcast=functools.partial(_broadcast, parallel),
         )
         rows = MetadataRows.of(queue.metadata, args)
         self.kv_args = args
@@ -173,6 +178,10 @@ class _SenderOrReceiver:
             log.exception("hand-off %s: poll failed", self.half.key)
             self.half.fail(f"poll failed: {error}")
             return int(Poll.FAILED)
+
+    def poll_pp_consensus(self) -> int:
+        """The same: the first stage of a pipeline has the coordinator, whose verdict is about every stage."""
+        return self.poll()
 
     def failure_exception(self) -> None:
         """Raise why it failed. Another rank may have failed alone, so the agents are asked to end it here too."""
@@ -289,8 +298,11 @@ def _prompt(room: object) -> tuple[Sequence[int], str]:
         return (), str(error)
 
 
-def _same(value: Any) -> Any:
-    return value
+def _broadcast(parallel: Any, value: Any) -> Any:
+    """A value of rank 0 for every rank: within each stage of the pipeline, then from the first stage to the others."""
+    if parallel.attn_tp_size > 1:
+        value = parallel.attn_tp_group.broadcast_object(value)
+    return parallel.pp_group.broadcast_object(value) if parallel.pp_size > 1 else value
 
 
 def _check_polls() -> None:
@@ -324,11 +336,11 @@ def _check_release_limit(settings: SglangSettings) -> None:
         )
 
 
-def _control_port(role: str, server_args: Any, settings: SglangSettings, parallel: Any) -> int:
+def _control_port(role: str, server_args: Any, settings: SglangSettings, rank: int) -> int:
     """Where the agents listen: on prefill the port that balancers send along; on decode any, no peer dials it."""
     if role == "prefill":
         return int(server_args.disaggregation_bootstrap_port)
-    return settings.control_port or (PortPicker().pick() if parallel.attn_tp_rank == 0 else 1)
+    return settings.control_port or (PortPicker().pick() if rank == 0 else 1)
 
 
 def _log_with_sglang() -> None:

@@ -45,14 +45,17 @@ from kvbaton.agent.engine_port import (
     TargetEnded,
 )
 from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.handoff import Aux, HandoffKey, Mode, Outcome, Span, TransferId, room_transfer_id
 from kvbaton.core.timeline import Observer, Side, Stage, no_observer, note
+from kvbaton.engines.handoff_params import SourceCheck
 from kvbaton.errors import BadRequest, KVBatonError, ProtocolError
 
 __all__ = ["Halves", "Poll", "SourceHalf", "TargetHalf", "prompt_digest"]
 
 log = logging.getLogger(__name__)
 
+_MAX_EARLY = 4096
 MAX_ROOM = (1 << 63) - 1
 """SGLang keeps rooms as unsigned 64-bit numbers; its balancers draw 63 bits."""
 
@@ -76,12 +79,15 @@ def prompt_digest(token_ids: Sequence[int]) -> str:
 class HalfSettings:
     """What all halves of one rank share."""
 
-    mode: Mode
     page_tokens: int
     layers: tuple[int, int]
-    """The first layer of the instance, and the one after its last."""
+    """The first layer of this rank, and the one after its last."""
     pages: int = 1 << 31
     """How many pages the cache has."""
+    announces: bool = True
+    """Whether a source announces each chunk when it is computed, and not the whole cache at its end."""
+    follows: bool = False
+    """Whether the events come from the leader: they may be ahead of what SGLang has asked of this rank."""
 
     def check_pages(self, pages: Sequence[int]) -> None:
         """Raise ProtocolError for a page that the cache does not have: neither plans nor messages can hold such a number."""
@@ -101,30 +107,53 @@ class Halves:
         write_row: Callable[[int, Aux, int], None],
         poison: Callable[[Sequence[int]], None] | None = None,
         observe: Observer = no_observer,
+        sources: SourceCheck | None = None,
     ) -> None:
         self.port = port
+        self._sources = sources
         self.settings = settings
         self.read_row = read_row
         self.write_row = write_row
         self.poison = poison
         self.observe = observe
         self.live: dict[HandoffKey, SourceHalf | TargetHalf] = {}
+        self._early: BoundedMap[HandoffKey, list[EngineEvent]] = BoundedMap(_MAX_EARLY)
 
     def take_events(self) -> None:
         """Take what the agents have decided since the last call."""
         for event in self.port.events():
-            half = self.live.get(event.key)
-            if not isinstance(event, Granted):
-                self.live.pop(event.key, None)
-            if half is not None:
-                half.take(event)
+            if event.key not in self.live and self.settings.follows:
+                self._early[event.key] = [*self._early.get(event.key, ()), event]
+            self._take(event)
+
+    def begin(self, half: SourceHalf | TargetHalf) -> None:
+        """A request of SGLang's; what the leader has sent about it before counts now."""
+        self.live[half.key] = half
+        for event in self._early.pop(half.key, []):
+            self._take(event)
+
+    def _take(self, event: EngineEvent) -> None:
+        half = self.live.get(event.key)
+        if not isinstance(event, Granted):
+            self.live.pop(event.key, None)
+        if half is not None:
+            half.take(event)
+
+    def source_at(self, address: str, room: int) -> ControlAddress:
+        """The source that a request names. Raises BadRequest when it names none, or one that must not be dialled."""
+        source = _read_address(address)
+        refusal = None if self._sources is None else self._sources.room_refusal(source, room)
+        if refusal is not None:
+            raise BadRequest("bootstrap_host", refusal)
+        return source
 
     def refuse_source(self, room: object, address: str, reason: str) -> None:
         """SGLang has refused a request before it had a receiver: its prefill need not wait for pages."""
         key = self._unused_key(room)
         if key is not None:
             with contextlib.suppress(BadRequest):
-                self.port.decline(SourceRequest(key, "", _read_address(address), None, Mode.PUSH), reason)
+                source = self.source_at(address, _checked_room(room))
+                self.port.decline(SourceRequest(key, "", source, None, Mode.PUSH), reason)
 
     def refuse_target(self, room: object) -> None:
         """SGLang has refused a request before it had a sender: a target that has granted pages for it need not wait."""
@@ -182,8 +211,8 @@ class _Half:
 
     def _begin(self, call: Callable[[], None]) -> None:
         """Make the first call to the agents; from now on the end is theirs to report."""
-        self.halves.live[self.key] = self  # type: ignore[assignment]
         self.halves.note(self.key, self.side, Stage.ARRIVED)
+        self.halves.begin(self)  # type: ignore[arg-type]
         try:
             call()
         except KVBatonError as error:
@@ -221,6 +250,7 @@ class SourceHalf(_Half):
         self.granted_at = 0.0
         self.offered_at = 0.0
         self.ended_at = 0.0
+        self._is_delivered = False
         if self.state is not Poll.FAILED:
             self._begin(lambda: halves.port.expect_target(self.key, prompt_digest(prompt)))
 
@@ -236,6 +266,8 @@ class SourceHalf(_Half):
             self.fail(f"SGLang sends {pages} pages with metadata row {row}; {self._tokens} tokens have {expected} pages")
             return
         self._expected_pages, self._row = pages, row
+        # On a later stage of a pipeline the leader's state counts, and the event may still be on its way.
+        self._advance(Poll.WAITING)
         self.halves.note(self.key, self.side, Stage.STARTED)
 
     def send(self, pages: Sequence[int]) -> None:
@@ -243,7 +275,7 @@ class SourceHalf(_Half):
         if self.state is Poll.TRANSFERRING and pages and not self.is_over:
             self.fail(f"SGLang sends {len(pages)} pages after the last of {self._expected_pages} that it had announced")
             return
-        if self.state is not Poll.WAITING or self.is_over:
+        if self.state is not Poll.WAITING or (self.is_over and not self._is_delivered):
             # Ended meanwhile, or aborted: SGLang finds out when it polls.
             return
         if self._expected_pages is None or len(self._pages) + len(pages) > self._expected_pages:
@@ -261,7 +293,7 @@ class SourceHalf(_Half):
         if end > self._announced_tokens:
             span = Span(self._spans, self._announced_tokens, end, *settings.layers)
             self.halves.note(self.key, self.side, Stage.COMPUTED, span)
-            if settings.mode is Mode.PUSH:
+            if settings.announces:
                 self._spans += 1
                 self.halves.port.spans_ready(self.key, (tuple(self._pages),), (span,))
             self._announced_tokens = end
@@ -269,7 +301,7 @@ class SourceHalf(_Half):
             aux = self.halves.read_row(self._row)
             self.halves.port.offer(Offer(self.key, (tuple(self._pages),), self._tokens, aux))
             self.offered_at = time.monotonic()
-            self._advance(Poll.TRANSFERRING)
+            self._advance(Poll.SUCCESS if self._is_delivered else Poll.TRANSFERRING)
 
     def abort(self) -> None:
         """SGLang aborts the request. Once pages were announced, the agents end it; before, nothing has to be waited for."""
@@ -292,6 +324,9 @@ class SourceHalf(_Half):
                 self.ended_at = time.monotonic()
                 if event.outcome is Outcome.DELIVERED and self.state is Poll.TRANSFERRING:
                     self._advance(Poll.SUCCESS)
+                elif event.outcome is Outcome.DELIVERED and self.halves.settings.follows and self.state is not Poll.FAILED:
+                    # The leader has sent its last chunk, and everything has arrived, before SGLang sends it on this stage.
+                    self._is_delivered = True
                 else:
                     self._advance(Poll.FAILED, f"the source {event.outcome}: {event.reason}")
 
@@ -312,7 +347,7 @@ class TargetHalf(_Half):
         if self.state is Poll.FAILED:
             return
         try:
-            source = _read_address(address)
+            source = halves.source_at(address, _checked_room(room))
         except BadRequest as error:
             self.is_over = True
             self.fail(str(error))

@@ -13,9 +13,11 @@ from kvbaton.agent.engine_port import AgentStats, HandoffPort
 from kvbaton.agent.rank_sets import RankLoop, RemoteRanks
 from kvbaton.core.addresses import ControlAddress, in_url
 from kvbaton.core.card import RankCard
+from kvbaton.core.handoff import Mode
 from kvbaton.core.timeline import Observer, no_observer
 from kvbaton.core.topology import Shape
 from kvbaton.discovery.messages import Dispatch
+from kvbaton.engines.handoff_params import SourceCheck
 from kvbaton.engines.instance import (
     AgentSettings,
     LateAnnouncer,
@@ -49,14 +51,14 @@ class SglangPlace:
     host: str
     http_port: int
     control_port: int
-    tp_size: int = 1
-    tp_rank: int = 0
+    shape: Shape = field(default_factory=Shape)
+    rank: int = 0
     broadcast: Callable[[Any], Any] = field(default=lambda value: value)
 
     @property
     def is_leader(self) -> bool:
         """Whether the coordinator runs here."""
-        return self.tp_rank == 0
+        return self.rank == 0
 
 
 def model_identity(model_config: Any, server_args: Any, settings: SglangSettings) -> ModelIdentity:
@@ -85,7 +87,7 @@ class RankInstance:
             if timelines is not None:
                 self._notes = HandoffsServer(timelines, place.host, settings.handoffs_port, settings.trust())
                 opened.callback(self._notes.close)
-            if place.tp_size == 1:
+            if place.shape.ranks == 1:
                 driver = open_driver(agents, incarnation, model, pool.layout, pool.region, lambda: None, observe=self._observe)
                 self.port: HandoffPort = driver
                 self._stats: Callable[[], AgentStats] | None = driver.stats
@@ -93,11 +95,19 @@ class RankInstance:
             else:
                 self.port = self._open_ranks(agents, incarnation, model, opened)
             opened.pop_all()
+        # The first stage of a pipeline has its chunks before the others have them. When it sends the last one, all have all.
         half_settings = HalfSettings(
-            settings.mode, pool.page_tokens, (pool.first_layer, pool.first_layer + pool.layers), pool.pages
+            pool.page_tokens,
+            (pool.first_layer, pool.end_layer),
+            pool.pages,
+            announces=settings.mode is Mode.PUSH and place.shape.pp == 1,
+            follows=not place.is_leader,
         )
         poison = pool.poison if settings.poison else None
-        self.halves = Halves(self.port, half_settings, rows.read, rows.write, poison, self._observe)
+        # Every rank checks by the leader's address, which routers know: all of them refuse, or none.
+        own = place.broadcast(agents.control_address)
+        sources = SourceCheck(agents.trust, own)
+        self.halves = Halves(self.port, half_settings, rows.read, rows.write, poison, self._observe, sources)
         self._announcer = self._announcer_of(agents.control_address, incarnation, model) if place.is_leader else None
         if self._notes is not None:
             self._notes.start()
@@ -113,15 +123,15 @@ class RankInstance:
         place, region, layout = self.place, self.pool.region, self.pool.layout
         transport = agents.open_transport(incarnation, region)
         opened.callback(transport.close)
-        own = SglangRank(place.tp_rank, layout, transport.endpoint())
+        own = SglangRank(place.rank, layout, transport.endpoint())
         limits, writes = agents.limits, agents.handoff.unfenced_writes
-        meeting = Meeting(place.tp_size) if place.is_leader else None
+        meeting = Meeting(place.shape.ranks) if place.is_leader else None
         path = place.broadcast(meeting.path if meeting is not None else "")
         self._stats = None
         if meeting is None:
             layouts, orders, events = join(path, own)
             self._loop, _ = start_rank(
-                place.tp_rank, layouts, transport, orders, limits.transfer_timeout, region, unfenced_writes=writes
+                place.rank, layouts, transport, orders, limits.transfer_timeout, region, unfenced_writes=writes
             )
             return FollowerPort(events)
         ready, channels, followers = meeting.accept(own)
@@ -131,7 +141,7 @@ class RankInstance:
             raise LocalError("the leader's own rank has no channel")
         ranks = RemoteRanks([channel, *channels], transport.name, self._loop.agent.executor, _lost)
         cards = [RankCard(each.rank, each.layout, (each.endpoint,)) for each in ready]
-        card = instance_card(incarnation, model, limits, cards, Shape(tp=place.tp_size))
+        card = instance_card(incarnation, model, limits, cards, place.shape)
         sockets = agents.open_sockets(incarnation)
         opened.callback(sockets.close)
         driver = LeaderDriver(card, ranks, limits, sockets, lambda: None, agents.handoff, self._observe, followers=followers)
@@ -154,7 +164,7 @@ class RankInstance:
             cluster_key=settings.trust().key,
             handoffs_address=settings.handoffs_address(place.host),
             heartbeat_s=settings.heartbeat_s,
-            shape=Shape(tp=place.tp_size),
+            shape=place.shape,
             dispatch=Dispatch.BOOTSTRAP,
             bootstrap_port=place.control_port if place.role == "prefill" else 0,
         )

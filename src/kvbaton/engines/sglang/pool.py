@@ -48,8 +48,8 @@ class CachePool:
 
     def __init__(self, kind: str, planes: Mapping[str, Sequence[Any]], facts: PoolFacts) -> None:
         self.page_tokens = facts.page_tokens
-        self.layers = len(next(iter(planes.values())))
         self.first_layer = facts.first_layer
+        self.end_layer = facts.first_layer + len(next(iter(planes.values())))
         self.pages = next(iter(planes.values()))[0].shape[0] // facts.page_tokens
         self._tensors = [tensor for tensors in planes.values() for tensor in tensors]
         self._address = min(tensor.data_ptr() for tensor in self._tensors)

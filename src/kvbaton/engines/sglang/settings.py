@@ -6,22 +6,18 @@ arguments.
 
 from __future__ import annotations
 
-import difflib
-import os
 from collections.abc import Mapping
-from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 
-from kvbaton.config import HandoffSettings, Limits, Trust, parse_limits, parse_trust
+from kvbaton.config import HandoffSettings, Limits, parse_limits
 from kvbaton.core.addresses import in_url, is_host
-from kvbaton.core.handoff import Integrity, Mode
+from kvbaton.core.handoff import Mode
 from kvbaton.discovery.advertise import is_wildcard
-from kvbaton.discovery.announcer import DEFAULT_HEARTBEAT_S, LONGEST_HEARTBEAT_S
-from kvbaton.discovery.messages import check_http_address
+from kvbaton.engines.hosted_settings import HostedSettings
 from kvbaton.engines.instance import AgentSettings
 from kvbaton.errors import ConfigError
-from kvbaton.transport.choose import check_writes
 
 __all__ = ["CONFIG_VARIABLE", "SglangSettings", "parse_settings"]
 
@@ -36,44 +32,26 @@ _ELSEWHERE = {
     "bootstrap_timeout": "give queue_timeout",
     "waiting_timeout": "give transfer_timeout",
     "cluster_key": "the settings can be read by every process of the user: give cluster_key_file, or set KVBATON_CLUSTER_KEY",
+    **{name: f"give it inside limits: {{'limits': {{{name!r}: ...}}}}" for name in Limits.__dataclass_fields__},
 }
 
 
-class SglangSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the variable may have.
+class SglangSettings(HostedSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the variable may have, beside what every hosted kvbaton has. The mode is that of the prefill instance.
 
-    mode:             push (stream chunk by chunk) or pull (fetch when complete); that of the prefill instance decides
-    transport:        how cache bytes travel: local (same host) or tcp; others are taken, and not tested with SGLang
-    advertise_host:   under which address others reach this instance, when that is not SGLang's --host
     control_port:     where a decode instance listens, 0: any free port; a prefill instance takes SGLang's bootstrap port
-    handoffs_port:    port on which it reports its hand-offs (`kvbaton explain`); 0 for none
-    routers:          discovery addresses (host:port) of the routers to register with
-    heartbeat_s:      how often a heartbeat is sent to routers
-    integrity:        how much of a received cache is checked before it counts as landed
-    cluster_key_file: file that holds the key that all instances share
-    allow:            addresses, networks or names that peers may have
-    poison:           fill pages with a pattern before they are handed over, so that a missing byte shows
     drop_writes:      move no bytes; the control of `kvbaton verify`
-    unfenced_writes:  in push, let sources write into targets, over nixl, mooncake or mori; nothing can take that right back
     fingerprint:      stands for the model, where instances of different engines serve the same one; empty: computed
 
     The limits are those of `kvbaton.config.Limits`.
     """
 
-    mode: Mode = Mode.PUSH
-    transport: str = "local"
-    advertise_host: str = ""
+    where: ClassVar[str] = CONFIG_VARIABLE
+    elsewhere: ClassVar[Mapping[str, str]] = _ELSEWHERE
+
     control_port: int = 0
-    handoffs_port: int = 0
-    routers: tuple[str, ...] = ()
-    heartbeat_s: float = DEFAULT_HEARTBEAT_S
-    integrity: Integrity = Integrity.OFF
-    limits: dict[str, float] = {}
-    cluster_key_file: str | None = None
-    allow: tuple[str, ...] = ()
-    poison: bool = False
+    limits: dict[str, float] = msgspec.field(default_factory=dict)
     drop_writes: bool = False
-    unfenced_writes: bool = False
     fingerprint: str = ""
 
     def handoffs_address(self, host: str) -> str:
@@ -88,21 +66,22 @@ class SglangSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def agents(self, host: str, port: int) -> AgentSettings:
         """What the agents of an instance at this address are opened with."""
-        return AgentSettings(
-            control_port=port,
-            control_host=host,
-            advertise_host=self.advertise_host,
-            transport=self.transport,
-            limits=parse_limits(self.limits),
-            handoff=self.handoff,
-            trust=self.trust(),
-            drop_writes=self.drop_writes,
-        )
+        return self.agents_at(host, port, parse_limits(self.limits), drop_writes=self.drop_writes)
 
-    def trust(self, environment: Mapping[str, str] = os.environ) -> Trust:
-        """Which peers are admitted. Raises ConfigError that names the key."""
-        key_file = None if self.cluster_key_file is None else Path(self.cluster_key_file)
-        return parse_trust(key_file, environment, self.allow)
+    def check(self) -> None:
+        """Raise ConfigError for a value that cannot work, as far as that is known on any machine."""
+        for name, port in (("handoffs_port", self.handoffs_port), ("control_port", self.control_port)):
+            if not 0 <= port < 65536:
+                raise ConfigError(f"{self.where}: {name} is {port}; it must be between 1 and 65535, or 0")
+        host = self.advertise_host
+        if host and (is_wildcard(host) or not is_host(host)):
+            text = f"advertise_host is {host!r}; give an IP address, without brackets, or a host name that others reach"
+            raise ConfigError(f"{self.where}: {text}")
+        super().check()
+        try:
+            parse_limits(self.limits)
+        except ConfigError as error:
+            raise self.by_key(error) from error
 
 
 def parse_settings(text: str) -> SglangSettings:
@@ -111,41 +90,10 @@ def parse_settings(text: str) -> SglangSettings:
         given = msgspec.json.decode(text or "{}", type=dict[str, msgspec.Raw])
     except msgspec.DecodeError as error:
         raise ConfigError(f"{CONFIG_VARIABLE} is {text[:80]!r}, which is no JSON object: {error}") from error
-    for key in given:
-        if key not in SglangSettings.__struct_fields__:
-            raise ConfigError(f"{CONFIG_VARIABLE}: unknown key {key!r}; {_hint(key)}")
+    SglangSettings.check_keys(given)
     try:
         settings = msgspec.json.decode(text or "{}", type=SglangSettings)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{CONFIG_VARIABLE}: {error}") from error
-    try:
-        _check(settings)
-    except ConfigError as error:
-        raise ConfigError(f"{CONFIG_VARIABLE}: {error}") from error
+    settings.check()
     return settings
-
-
-def _hint(key: str) -> str:
-    if key in _ELSEWHERE:
-        return _ELSEWHERE[key]
-    if key in Limits.__dataclass_fields__:
-        return f"give it inside limits: {{'limits': {{{key!r}: ...}}}}"
-    near = difflib.get_close_matches(key, SglangSettings.__struct_fields__, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(SglangSettings.__struct_fields__))}"
-
-
-def _check(settings: SglangSettings) -> None:
-    for name, port in (("handoffs_port", settings.handoffs_port), ("control_port", settings.control_port)):
-        if not 0 <= port < 65536:
-            raise ConfigError(f"{name} is {port}; it must be between 1 and 65535, or 0")
-    host = settings.advertise_host
-    if host and (is_wildcard(host) or not is_host(host)):
-        raise ConfigError(f"advertise_host is {host!r}; give an IP address, without brackets, or a host name that others reach")
-    if not 0 < settings.heartbeat_s <= LONGEST_HEARTBEAT_S:
-        raise ConfigError(f"heartbeat_s is {settings.heartbeat_s}; it must be above 0 and at most {LONGEST_HEARTBEAT_S:g}")
-    for router in settings.routers:
-        if (wrong := check_http_address(router)) is not None:
-            raise ConfigError(f"routers has {router!r}, which {wrong}; give a router's discovery address, host:port")
-    check_writes(settings.transport, settings.unfenced_writes)
-    parse_limits(settings.limits)
-    parse_trust(None, {}, settings.allow, resolve=lambda _: ())

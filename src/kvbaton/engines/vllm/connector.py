@@ -89,8 +89,8 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
         _check_shape(vllm_config)
         self._settings, self._dp_rank = _dp_place(vllm_config, self._settings)
         is_producer, is_consumer = self._kv_transfer_config.is_kv_producer, self._kv_transfer_config.is_kv_consumer
-        self._role = _role(is_producer, is_consumer)
-        if self._role == "both" and self._settings.routers:
+        self._serving_role = _serving_role(is_producer, is_consumer)  # `_role` is that of the base class: worker or scheduler.
+        if self._serving_role == "both" and self._settings.routers:
             log.warning("kv_role is kv_both: it serves clients by itself and registers with no router; `routers` has no effect")
         self._scheduler: SchedulerHalf | None = None
         self._instance: WorkerInstance | None = None
@@ -125,7 +125,7 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
         device = device_of(kv_caches.values(), (platform.machine(), torch.backends.cpu.get_cpu_capability()))
         cache = RegisteredCache(read_tensors(kv_caches), specs, device)
         model = _model(self._vllm_config, device)
-        instance = self.instance_class(self._settings, cache, model, self._role, exchange, self._dp_rank)
+        instance = self.instance_class(self._settings, cache, model, self._serving_role, exchange, self._dp_rank)
         self._layer_index = instance.caches.numbers
         self._instance = instance
         instance.start()
@@ -350,7 +350,7 @@ class _Workers:
         return list(values)
 
 
-def _role(is_producer: bool, is_consumer: bool) -> Role:
+def _serving_role(is_producer: bool, is_consumer: bool) -> Role:
     if is_producer and is_consumer:
         return "both"
     return "prefill" if is_producer else "decode"

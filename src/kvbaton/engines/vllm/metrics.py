@@ -30,6 +30,13 @@ _NOW = {
     "quarantined_blocks": "Blocks that wait until no peer can write to them any more",
     "peers": "Peers whose cards are known",
 }
+# What follows has NIXL's names and buckets, so that a board that was made for `vllm:nixl_...` works with a rename.
+_XFER_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
+_XFER_BYTES = tuple(2**power for power in range(11, 35, 2))
+_AS_NIXL = {
+    "num_failed_transfers": ("Hand-offs to here that failed or expired", ("target failed", "target expired")),
+    "num_kv_expired_reqs": ("Hand-offs from here that expired before a target had fetched them", ("source expired",)),
+}
 _LATEST = {"multiprocess_mode": "mostrecent"}
 """With several API servers vLLM reports each step to one of them: what the others have is out of date."""
 
@@ -74,6 +81,14 @@ class KVBatonMetrics(KVConnectorPromMetrics):
             name: histogram(f"vllm:kvbaton_{name}econds", text, labelnames, buckets=_SECONDS) for name, text in _TIMES.items()
         }
 
+        self._xfer_time = histogram(
+            "vllm:kvbaton_xfer_time_seconds", "Wire time of a hand-off, by NIXL's name", labelnames, buckets=_XFER_SECONDS
+        )
+        self._xfer_bytes = histogram(
+            "vllm:kvbaton_bytes_transferred", "Bytes of a landed hand-off, by NIXL's name", labelnames, buckets=_XFER_BYTES
+        )
+        self._as_nixl = {name: counter(f"vllm:kvbaton_{name}", text, labelnames) for name, (text, _) in _AS_NIXL.items()}
+
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record what one engine reported."""
         if is_empty(transfer_stats_data):
@@ -82,6 +97,8 @@ class KVBatonMetrics(KVConnectorPromMetrics):
         for counter, name in ((self._ended, "ended"), (self._failures, "failures")):
             for both, count in transfer_stats_data[name].items():
                 counter.labels(*labels, *both.split(" ", 1)).inc(count)
+        for name, (_, ends) in _AS_NIXL.items():
+            self._as_nixl[name].labels(*labels).inc(sum(transfer_stats_data["ended"].get(end, 0) for end in ends))
         for kind, count in transfer_stats_data["grown"].items():
             self._grown[kind].labels(*labels).inc(count)
         self._observe_gauges(transfer_stats_data["gauges"], labels)
@@ -96,6 +113,9 @@ class KVBatonMetrics(KVConnectorPromMetrics):
 
     def _observe_series(self, series: dict[str, list[float]], labels: list[object]) -> None:
         self._bytes.labels(*labels).inc(sum(series["moved_bytes"]))
+        for kind, observed in (("wire_s", self._xfer_time), ("moved_bytes", self._xfer_bytes)):
+            for value in series[kind]:
+                observed.labels(*labels).observe(value)
         for name, histogram in self._seconds.items():
             for value in series[name]:
                 histogram.labels(*labels).observe(value)

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import difflib
-import os
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
-from kvbaton.config import HandoffSettings, Limits, Trust, parse_limits, parse_trust
+from kvbaton.config import Limits, parse_limits
 from kvbaton.core.addresses import ControlAddress, in_url, is_host
 from kvbaton.core.handoff import Integrity, Mode
 from kvbaton.core.topology import RankAt, Shape, rank_port
 from kvbaton.discovery.advertise import is_wildcard
-from kvbaton.discovery.announcer import DEFAULT_HEARTBEAT_S, LONGEST_HEARTBEAT_S
 from kvbaton.discovery.messages import check_http_address
+from kvbaton.engines.hosted_settings import HostedSettings
 from kvbaton.engines.instance import AgentSettings
 from kvbaton.engines.vllm.controls import DROPS
 from kvbaton.errors import ConfigError
-from kvbaton.transport.choose import check_writes
 
 __all__ = ["ConnectorSettings", "parse_settings"]
 
@@ -57,53 +53,34 @@ _ELSEWHERE = {
 }
 
 
-class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What `kv_connector_extra_config` may have.
+class ConnectorSettings(HostedSettings, frozen=True, kw_only=True):
+    """What `kv_connector_extra_config` may have, beside what every hosted kvbaton has.
 
-    mode:             push (stream while computing) or pull (fetch when complete); both instances of a pair have the same
-    transport:        how cache bytes travel: local (same host) or tcp; others are taken, and not tested with vLLM
     control_host:     where other instances reach this one
     control_port:     on which port; must be given
-    advertise_host:   under which address others reach this instance, when that is not control_host
-    handoffs_port:    port on which it reports its hand-offs (`kvbaton explain`), at control_host; 0 for none
     http_address:     host:port of this instance's API, as registered with routers
-    routers:          discovery addresses (host:port) of the routers to register with
-    heartbeat_s:      how often a heartbeat is sent to routers
-    integrity:        how much of a received cache is checked before it counts as landed
-    cluster_key_file: file that holds the key that all instances share
-    allow:            addresses, networks or names that peers may have
-    poison:           fill blocks with a pattern before they are handed over, so that a missing byte shows
     drop:             what of every hand-off is not moved: writes (all), heads, layers, state, draft; controls of `verify`
     draft:            what becomes of draft layers: refuse (they are handed over; peers without them are refused), or target
                       computes (they stay where they are, and a target drafts without those of the prompt)
     dp_size:          how many data-parallel ranks this vLLM has; rank N listens N ports behind control_port
-    unfenced_writes:  in push, let sources write into targets, over nixl, mooncake or mori; nothing can take that right back
 
     The five limits are those of `kvbaton.config.Limits`.
     """
 
+    where: ClassVar[str] = _WHERE
+    elsewhere: ClassVar[Mapping[str, str]] = _ELSEWHERE
+
     control_port: int
-    mode: Mode = Mode.PUSH
-    transport: str = "local"
     control_host: str = "127.0.0.1"
-    advertise_host: str = ""
-    handoffs_port: int = 0
     http_address: str = ""
-    routers: tuple[str, ...] = ()
-    heartbeat_s: float = DEFAULT_HEARTBEAT_S
-    integrity: Integrity = Integrity.OFF
     transfer_timeout: float = Limits().transfer_timeout
     defer_timeout: float = Limits().defer_timeout
     stop_timeout: float = Limits().stop_timeout
     retry: float = Limits().retry
     queue_timeout: float = Limits().queue_timeout
-    cluster_key_file: str | None = None
-    allow: tuple[str, ...] = ()
-    poison: bool = False
     drop: str = ""
     draft: str = DRAFTS[0]
     dp_size: int = 1
-    unfenced_writes: bool = False
 
     @property
     def control_address(self) -> ControlAddress:
@@ -131,38 +108,25 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
         """How long this instance waits for what."""
         return parse_limits({name: getattr(self, name) for name in Limits.__dataclass_fields__})
 
-    @property
-    def handoff(self) -> HandoffSettings:
-        """How this instance hands over."""
-        return HandoffSettings(mode=self.mode, integrity=self.integrity, unfenced_writes=self.unfenced_writes)
-
     def agents(self) -> AgentSettings:
         """What the agents of this instance are opened with."""
-        return AgentSettings(
-            control_port=self.control_port,
-            control_host=self.control_host,
-            advertise_host=self.advertise_host,
-            transport=self.transport,
-            limits=self.limits,
-            handoff=self.handoff,
-            trust=self.trust(),
-            drop_writes=self.drop == "writes",
-        )
+        return self.agents_at(self.control_host, self.control_port, self.limits, drop_writes=self.drop == "writes")
 
-    def trust(self, environment: Mapping[str, str] = os.environ) -> Trust:
-        """Who is admitted as a peer. Raises ConfigError that names the key."""
-        key_file = None if self.cluster_key_file is None else Path(self.cluster_key_file)
+    def check(self) -> None:
+        """Raise ConfigError for a value that cannot work, as far as that is known on any machine."""
+        _check_ports(self)
+        _check_hosts(self)
+        super().check()
+        _check_http_address(self)
         try:
-            return parse_trust(key_file, environment, self.allow)
+            _ = self.limits
         except ConfigError as error:
-            raise _by_key(error) from error
+            raise self.by_key(error) from error
 
 
 def parse_settings(extra_config: Mapping[str, Any]) -> ConnectorSettings:
     """Read `kv_connector_extra_config`. Raises ConfigError that names the key, for unknown ones with the nearest known."""
-    for key in extra_config:
-        if key not in ConnectorSettings.__struct_fields__:
-            raise ConfigError(f"{_WHERE}: unknown key {key!r}; {_hint(key)}")
+    ConnectorSettings.check_keys(extra_config)
     if "control_port" not in extra_config:
         raise ConfigError(f"{_WHERE}: control_port is missing; give a port on which other instances reach this one")
     for key, choices in (("mode", tuple(Mode)), ("integrity", tuple(Integrity)), ("drop", ("", *DROPS)), ("draft", DRAFTS)):
@@ -172,36 +136,8 @@ def parse_settings(extra_config: Mapping[str, Any]) -> ConnectorSettings:
         settings = msgspec.convert(dict(extra_config), ConnectorSettings)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{_WHERE}: {error}") from error
-    _check(settings)
+    settings.check()
     return settings
-
-
-def _hint(key: str) -> str:
-    if key in _ELSEWHERE:
-        return _ELSEWHERE[key]
-    known = ConnectorSettings.__struct_fields__
-    near = difflib.get_close_matches(key, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
-
-
-def _by_key(error: ConfigError) -> ConfigError:
-    """What is wrong with an option, as it is wrong with a key."""
-    text = str(error)
-    for option, key in (("--allow", "allow"), ("--cluster-key-file", "cluster_key_file")):
-        text = text.replace(option, key)
-    return ConfigError(f"{_WHERE}: {text}")
-
-
-def _check(settings: ConnectorSettings) -> None:
-    _check_ports(settings)
-    _check_hosts(settings)
-    _check_routers(settings)
-    try:
-        check_writes(settings.transport, settings.unfenced_writes)
-        _ = settings.limits
-        parse_trust(None, {}, settings.allow, resolve=lambda _: ())
-    except ConfigError as error:
-        raise _by_key(error) from error
 
 
 def _check_ports(settings: ConnectorSettings) -> None:
@@ -236,15 +172,7 @@ def _check_hosts(settings: ConnectorSettings) -> None:
         )
 
 
-def _check_routers(settings: ConnectorSettings) -> None:
-    if not 0 < settings.heartbeat_s <= LONGEST_HEARTBEAT_S:
-        raise ConfigError(
-            f"{_WHERE}: heartbeat_s is {settings.heartbeat_s}; it must be above 0 and at most {LONGEST_HEARTBEAT_S:g}, routers"
-            " forget silent instances"
-        )
-    for router in settings.routers:
-        if (wrong := check_http_address(router)) is not None:
-            raise ConfigError(f"{_WHERE}: routers has {router!r}, which {wrong}; give a router's discovery address, host:port")
+def _check_http_address(settings: ConnectorSettings) -> None:
     if settings.http_address and (wrong := check_http_address(settings.http_address)) is not None:
         raise ConfigError(f"{_WHERE}: http_address is {settings.http_address!r}, which {wrong}; give host:port of the API here")
     if is_wildcard(settings.http_address.rpartition(":")[0] or "127.0.0.1"):

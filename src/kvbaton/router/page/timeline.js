@@ -1,4 +1,4 @@
-// The timeline of one hand-off, under its answer: asks the router for the story when it is opened, and draws it.
+// The timeline of one hand-off, under its answer: asks the router for the report when it is opened, and draws it.
 import { element, shape } from "./dom.js";
 import { bytes, milliseconds } from "./units.js";
 
@@ -115,14 +115,14 @@ function picture(handoff) {
 
 const LEGEND = [["queue", "queue"], ["prefill", "prefill"], ["hidden-time", "hidden behind prefill"], ["exposed", "exposed: the client waits"]];
 
-function told(story) {
-  const parts = story.handoffs.slice(0, MOST_HANDOFFS).flatMap((handoff) => [
-    story.handoffs.length > 1 ? element("div", "", `prompt ${handoff.prompt_index}, sample ${handoff.sample_index}`) : null,
+function shown(report) {
+  const parts = report.handoffs.slice(0, MOST_HANDOFFS).flatMap((handoff) => [
+    report.handoffs.length > 1 ? element("div", "", `prompt ${handoff.prompt_index}, sample ${handoff.sample_index}`) : null,
     handoff.bars.length ? picture(handoff) : null,
     element("p", "", handoff.sentence),
   ]);
   const legend = element("ul", "legend", ...LEGEND.map(([kind, words]) => element("li", kind, element("span", "", words))));
-  const command = element("p", "", "In a terminal: ", element("code", "", `kvbaton explain ${story.transfer_id}`));
+  const command = element("p", "", "In a terminal: ", element("code", "", `kvbaton explain ${report.transfer_id}`));
   return [legend, ...parts, command];
 }
 
@@ -132,13 +132,13 @@ async function load(transfer, place) {
     const answer = await fetch(`/handoffs/${encodeURIComponent(transfer)}`, { cache: "no-store", signal: AbortSignal.timeout(15000) });
     const body = await answer.json();
     if (!answer.ok) throw new Error(body.error?.message ?? `The router answered ${answer.status}.`);
-    place.replaceChildren(...told(body).filter(Boolean));
+    place.replaceChildren(...shown(body).filter(Boolean));
   } catch (error) {
     place.replaceChildren(element("p", "", `No timeline: ${error.message}`));
   }
 }
 
-// A disclosure that asks for the story each time it is opened; a newer one closes the older ones.
+// A disclosure that asks for the report each time it is opened; a newer one closes the older ones.
 export function timeline(transfer, conversation) {
   const place = element("div", "story");
   const node = element("details", "timeline", element("summary", "", "Timeline of the hand-off"), place);

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -107,9 +107,14 @@ class DeviceMemory:
         self._open = open_staging or Staging
         self._staging: Staging | None = None
 
-    def sum(self, pieces: Pieces, value: int) -> int:
-        """Continue the CRC-32 `value` over these pieces, in order."""
-        return zlib.crc32(self._opened().gather(pieces), value)
+    def sums(self, pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
+        """CRC-32 of consecutive parts of these pieces, each up to the number in `ends`; the first one continues `value`."""
+        gathered, sums, first = self._opened().gather(pieces), [], 0
+        places = [0, *np.cumsum(pieces[:, 1]).tolist()]
+        for end in ends:
+            sums.append(zlib.crc32(gathered[places[first] : places[end]], value))
+            first, value = end, 0
+        return sums
 
     def read(self, offset: int, size_bytes: int) -> bytes:
         """A copy of these bytes."""

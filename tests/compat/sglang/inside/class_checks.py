@@ -30,7 +30,7 @@ from kvbaton.launch.ports import PortPicker
 PAGE, LAYERS, TOKENS, ROWS = 4, 3, 10, 8
 PROMPT = list(range(TOKENS))
 PORTS = PortPicker()
-ONE = SimpleNamespace(attn_tp_size=1, attn_tp_rank=0, pp_size=1, dp_size=1, attn_dp_size=1, attn_cp_size=1, attn_tp_group=None)
+ONE = SimpleNamespace(attn_tp_size=1, attn_tp_rank=0, pp_size=1, pp_rank=0, dp_size=1, attn_dp_size=1, attn_cp_size=1)
 
 
 def mha() -> Any:

@@ -21,7 +21,7 @@ import os
 import sys
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from types import ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, Mock
 
@@ -112,7 +112,7 @@ def _counted(name: str) -> Callable[..., Any]:
 
 
 for _name, _hook in list(vars(KVBatonConnector).items()):
-    if callable(_hook) and not isinstance(_hook, type) and not _name.startswith("_"):
+    if isinstance(_hook, FunctionType) and not _name.startswith("_"):
         setattr(ReplacedConnector, _name, _counted(_name))
 
 

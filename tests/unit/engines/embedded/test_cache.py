@@ -62,7 +62,8 @@ def test_layout_describes_the_group() -> None:
     assert [plane.name for plane in group.planes] == ["k", "v"]
     for plane in group.planes:
         assert (plane.dtype, plane.head_count, plane.total_heads, plane.head_size) == ("float32", 2, 2, 16)
-        assert plane.is_token_contiguous
+        assert plane.is_channel_contiguous
+        assert plane.token_stride == plane.token_bytes, "any span of tokens is one run"
 
 
 def test_poison_fills_exactly_the_blocks_named() -> None:

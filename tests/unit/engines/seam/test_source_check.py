@@ -9,9 +9,9 @@ import pytest
 
 from kvbaton.config import Trust, parse_trust
 from kvbaton.core.addresses import ControlAddress
-from kvbaton.core.auth import AddressProof
+from kvbaton.core.auth import AddressProof, RoomProof
 from kvbaton.core.handoff import Incarnation, TransferId
-from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
+from kvbaton.discovery.messages import Dispatch, InstanceType, Registration, TransferMode
 from kvbaton.discovery.registry import Instance
 from kvbaton.engines.handoff_params import (
     HandoffInfo,
@@ -120,3 +120,78 @@ def test_a_proof_of_one_pair_costs_one_short_digest_per_transfer() -> None:
     first, second = proof.of("tx-1"), proof.of("tx-2")
     assert first != second
     assert proof.of("tx-1") == first == AddressProof(KEY, P, D).of("tx-1")
+
+
+# Rooms of SGLang.
+
+SGLANG_P = ControlAddress.of("10.0.0.9", 8998)
+
+
+def rooms_for(body: bytes, key: bytes | None = KEY, bootstrap_port: int = 8998) -> list[int]:
+    """The rooms that our router sends to the SGLang decode instance of a pair."""
+    dispatch = {"dispatch": Dispatch.BOOTSTRAP}
+    prefill, decode = (
+        Instance(
+            Registration(type=kind, http_address="10.0.0.9:80", zmq_address=str(at), transfer_mode=TransferMode.WRITE, **more),
+            0.0,
+            0.0,
+        )
+        for kind, at, more in (
+            (InstanceType.PREFILL, P, {**dispatch, "bootstrap_port": bootstrap_port} if bootstrap_port else {}),
+            (InstanceType.DECODE, D, dispatch),
+        )
+    )
+    pair = InstancePair(prefill, decode, cluster_key=key)
+    request = new_pair_request("/generate", parse_body(body), pair, b"", Digits())
+    sent = json.loads(request.bootstrap_payload(decode).partition(b"\r\n\r\n")[2])
+    rooms = sent["bootstrap_room"]
+    return rooms if isinstance(rooms, list) else [rooms]
+
+
+@pytest.mark.parametrize(("port", "source"), [(8998, SGLANG_P), (0, ControlAddress.of(P.host, P.handshake))])
+@pytest.mark.parametrize("body", [b'{"text":"x"}', b'{"text":["x","y","z"]}'])
+def test_rooms_of_a_router_with_the_key_prove_the_source(body: bytes, port: int, source: ControlAddress) -> None:
+    rooms = rooms_for(body, bootstrap_port=port)
+    assert all(0 < room < 1 << 63 for room in rooms)
+    assert [CHECK.room_refusal(source, room) for room in rooms] == [None] * len(rooms)
+
+
+@pytest.mark.parametrize("source", [P, D, ControlAddress.of("10.0.0.9", 8999), ControlAddress.of("10.0.0.10", 8998)])
+def test_a_room_proves_no_other_source(source: ControlAddress) -> None:
+    refusal = CHECK.room_refusal(source, rooms_for(b'{"text":"x"}')[0])
+    assert refusal is not None
+    assert source.host in refusal
+    assert "--allow" in refusal
+
+
+def test_a_room_of_another_router_of_a_client_or_for_another_decode_instance_is_refused() -> None:
+    (room,) = rooms_for(b'{"text":"x"}')
+    wrong = [
+        1,
+        5,
+        (1 << 63) - 1,
+        room + 1,
+        room ^ (1 << 40),
+        *rooms_for(b'{"text":"x"}', OTHER),
+        *rooms_for(b'{"text":"x"}', None),
+    ]
+    assert all(CHECK.room_refusal(SGLANG_P, each) for each in wrong)
+    assert SourceCheck(Trust(KEY), P).room_refusal(SGLANG_P, room) is not None
+
+
+def test_the_allow_list_or_no_key_lets_every_room_pass() -> None:
+    assert (
+        SourceCheck(parse_trust(None, {"KVBATON_CLUSTER_KEY": KEY.decode()}, ["10.0.0.9"]), D).room_refusal(SGLANG_P, 5) is None
+    )
+    assert SourceCheck(Trust(), D).room_refusal(SGLANG_P, 5) is None
+
+
+def test_rooms_are_not_used_twice() -> None:
+    digits, proof = Digits(), RoomProof(KEY, P, D)
+    assert len({proof.room(number) for number in range(1, 5000)}) == 4999
+    prefill, decode = (
+        Instance(Registration(type=kind, http_address="h:80", zmq_address=str(at), transfer_mode=TransferMode.WRITE), 0.0, 0.0)
+        for kind, at in ((InstanceType.PREFILL, P), (InstanceType.DECODE, D))
+    )
+    template = InstancePair(prefill, decode, cluster_key=KEY).template
+    assert len({digits.room(template) for _ in range(5000)}) == 5000

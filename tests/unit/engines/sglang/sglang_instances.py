@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.core.addresses import in_url
+from kvbaton.core.topology import Shape
 from kvbaton.engines.instance import ModelIdentity
 from kvbaton.engines.sglang.halves import Poll, SourceHalf, TargetHalf
 from kvbaton.engines.sglang.instance import RankInstance, SglangPlace
@@ -115,12 +116,14 @@ class Instance:
         dtype: str = settings.pop("dtype", "float32")
         layers: int = settings.pop("layers", LAYERS)
         self.host: str = settings.pop("host", "127.0.0.1")
+        self.pp: int = settings.pop("pp", 1)
+        self._layers = layers // self.pp
         self.settings = SglangSettings(**{"control_port": self.control_port, **settings})
         self.model = ModelIdentity("model", fingerprint)
         self.role = role
         heads = max(1, self.total_heads // tp)
-        self.pools: list[Any] = [LatentPool() if is_mla else ArrayPool(heads, layers, dtype) for _ in range(tp)]
-        self.rows = [{name: np.zeros((8, size), np.uint8) for name, size in ROW.items()} for _ in range(tp)]
+        self.pools: list[Any] = [LatentPool() if is_mla else ArrayPool(heads, self._layers, dtype) for _ in range(tp * self.pp)]
+        self.rows = [{name: np.zeros((8, size), np.uint8) for name, size in ROW.items()} for _ in self.pools]
         self.ranks: list[RankInstance] = []
 
     @property
@@ -136,23 +139,26 @@ class Instance:
 
         def run(rank: int) -> None:
             try:
-                facts = PoolFacts(self.page, 0, self.total_heads, self.tp, rank)
+                stage, tp_rank = divmod(rank, self.tp)
+                facts = PoolFacts(self.page, stage * self._layers, self.total_heads, self.tp, tp_rank)
                 pool = read_pool(self.pools[rank], facts)
-                place = SglangPlace(self.role, self.host, 1, self.control_port, self.tp, rank, exchange.of(rank))
+                place = SglangPlace(
+                    self.role, self.host, 1, self.control_port, Shape(tp=self.tp, pp=self.pp), rank, exchange.of(rank)
+                )
                 rows = MetadataRows(list(self.rows[rank].items()))
                 found[rank] = RankInstance(self.settings, place, pool, rows, self.model)
             except Exception as error:  # noqa: BLE001 - raised again below, in the test's own thread
                 errors.append(error)
                 exchange.abandon()
 
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(self.tp)]
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(self.pools))]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(60)
         if errors:
             raise errors[0]
-        self.ranks = [found[rank] for rank in range(self.tp)]
+        self.ranks = [found[rank] for rank in range(len(self.pools))]
 
     def close(self) -> None:
         """End everything."""
@@ -181,6 +187,8 @@ class Instance:
         return found
 
     def _expected(self, rank: int, plane: int, layer: int, token: int, seed: int) -> npt.NDArray[np.float32]:
+        stage, rank = divmod(rank, self.tp)
+        layer += stage * self._layers
         held = 1 if self.is_mla else max(1, self.total_heads // self.tp)
         first = 0 if self.is_mla else rank * self.total_heads // self.tp
         heads = np.arange(first, first + held, dtype=np.float32)[:, None]

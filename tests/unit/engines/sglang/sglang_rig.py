@@ -79,13 +79,13 @@ class ScriptedAgents(HandoffPort):
 class Rig:
     """One rank's halves over scripted agents."""
 
-    def __init__(self, mode: Mode = Mode.PUSH) -> None:
+    def __init__(self, mode: Mode = Mode.PUSH, follows: bool = False) -> None:
         self.agents = ScriptedAgents()
         self.rows: dict[int, tuple[Aux, int]] = {}
         self.poisoned: list[int] = []
         self.notes: list[Note] = []
         self.row_problem = ""
-        settings = HalfSettings(mode, PAGE, (0, 2))
+        settings = HalfSettings(PAGE, (0, 2), announces=mode is Mode.PUSH, follows=follows)
         self.halves = Halves(
             self.agents, settings, lambda _: AUX, self._write, lambda pages: self.poisoned.extend(pages), self.notes.append
         )

@@ -164,6 +164,25 @@ def test_a_second_set_of_pages_changes_nothing() -> None:
     assert rig.rows == {3: (AUX, ROOM)}
 
 
+def test_events_that_are_ahead_of_a_following_rank_wait_for_its_request() -> None:
+    rig = Rig(follows=True)
+    rig.agents.push(Granted(key_of()), SourceEnded(key_of(), Outcome.FAILED, "the target is gone"))
+    rig.halves.take_events()
+    source = rig.source()
+    assert source.poll() is Poll.FAILED
+    assert "the target is gone" in source.reason
+    assert not rig.halves.live
+    again = rig.source()
+    assert again.poll() is Poll.BOOTSTRAPPING
+
+
+def test_events_about_what_a_leader_does_not_know_are_forgotten() -> None:
+    rig = Rig()
+    rig.agents.push(SourceEnded(key_of(), Outcome.FAILED, "an earlier request"))
+    rig.halves.take_events()
+    assert rig.source().poll() is Poll.BOOTSTRAPPING
+
+
 def test_a_failed_target_reports_it_only_when_its_pages_are_quiet() -> None:
     rig = Rig()
     target = rig.target()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from sglang_instances import Instance, Request, instances, wait_for
 
 from kvbaton.core.handoff import Mode
 from kvbaton.core.topology import Shape
-from kvbaton.engines.sglang.halves import Poll
+from kvbaton.engines.sglang.halves import Poll, SourceHalf
 from kvbaton.launch.ports import PortPicker
 
 TOKENS = 14
@@ -62,6 +64,56 @@ def test_an_instance_registers_its_true_size(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("kvbaton.engines.sglang.instance.announcer_of", lambda **facts: registered.append(facts["shape"]))
     with instances(Instance("prefill", PortPicker(), 2)):
         assert registered == [Shape(tp=2)], "once, by the leader"
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (1, 2), (2, 1)])
+def test_every_stage_of_a_pipelined_prefill_is_handed_over(mode: Mode, prefill_tp: int, decode_tp: int) -> None:
+    ports = PortPicker()
+    prefill = Instance("prefill", ports, prefill_tp, pp=2, mode=mode)
+    decode = Instance("decode", ports, decode_tp, mode=mode, poison=True)
+    with instances(prefill, decode):
+        target = hand_over(prefill, decode)
+        assert target.poll() is Poll.SUCCESS, target.reason
+        pages = [1 + 2 * page for page in range(-(-TOKENS // decode.page))]
+        assert decode.problems(pages, TOKENS, seed=3) == []
+
+
+def test_a_later_stage_of_a_pipeline_may_be_behind_the_first_one() -> None:
+    """Its scheduler takes requests and results from the stage before it: everything may be over when it begins."""
+    ports = PortPicker()
+    prefill, decode = Instance("prefill", ports, pp=2), Instance("decode", ports, poison=True)
+    with instances(prefill, decode):
+        pages = [1, 2, 3, 4]
+        prefill.fill(pages, TOKENS, seed=3)
+        first, last = (rank.halves for rank in prefill.ranks)
+        source, target = SourceHalf(first, ROOM, PROMPT), Request(decode, ROOM, PROMPT, prefill.address)
+        target.each("ready")
+        target.each("allocated", [5, 6, 7, 8], 2, 0)
+        _poll_until(source, Poll.WAITING)
+        source.begin(4, 1)
+        source.send(pages[:3])
+        last.take_events()
+        late = SourceHalf(last, ROOM, PROMPT)
+        assert late.poll() in (Poll.BOOTSTRAPPING, Poll.WAITING)
+        late.begin(4, 1)
+        late.send(pages[:3])
+        source.send(pages[3:])
+        _poll_until(source, Poll.SUCCESS)
+        assert wait_for(target, Poll.SUCCESS, Poll.FAILED) is Poll.SUCCESS, target.reason
+        assert late.poll() is Poll.WAITING
+        late.send(pages[3:])
+        assert late.poll() is Poll.SUCCESS
+        assert decode.problems([5, 6, 7, 8], TOKENS, seed=3) == []
+        assert not first.live
+        assert not last.live
+
+
+def _poll_until(half: SourceHalf, state: Poll) -> None:
+    until = time.monotonic() + 20
+    while half.poll() is not state:
+        assert time.monotonic() < until, f"still {half.state}: {half.reason}"
+        time.sleep(0.002)
 
 
 def test_the_check_notices_writes_that_are_dropped() -> None:

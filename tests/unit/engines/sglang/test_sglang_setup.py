@@ -66,11 +66,19 @@ def test_a_plain_server_has_no_backend() -> None:
     assert CONFIG_VARIABLE not in part.environment
 
 
-@pytest.mark.parametrize("shape", ["pp2", "dp2", "cp2", "pp2,tp2"])
-def test_other_cuts_than_by_tensor_parallelism_are_refused_by_name(shape: str) -> None:
-    options = EngineOptions("smollm2", shape=shape)
-    with pytest.raises(ConfigError, match=r"can be cut by tp so far"):
-        SglangPlugin().check(options, options, lambda _: None)
+@pytest.mark.parametrize(
+    ("prefill", "decode", "named"),
+    [
+        ("dp2", "tp1", "prefill is dp2"),
+        ("cp2", "tp1", "prefill is cp2"),
+        ("pp2", "tp1", "prefill is pp2"),
+        ("tp1", "pp2,tp2", "decode is pp2,tp2"),
+    ],
+)
+def test_cuts_that_cannot_be_handed_over_are_refused_by_name(prefill: str, decode: str, named: str) -> None:
+    sides = [EngineOptions("smollm2", shape=shape) for shape in (prefill, decode)]
+    with pytest.raises(ConfigError, match=f"the shape of {named}; instances of SGLang can be cut by tp so far"):
+        SglangPlugin().check(sides[0], sides[1], lambda _: None)
 
 
 def test_the_mori_backend_only_pushes() -> None:

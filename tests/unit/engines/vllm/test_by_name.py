@@ -52,8 +52,12 @@ def test_every_entry_point_leads_to_a_function() -> None:
         assert callable(getattr(importlib.import_module(module), name))
 
 
-def test_servers_that_kvbaton_starts_have_the_entry_points_of_the_package() -> None:
-    lines = environment.ENTRY_POINTS.splitlines()
+def test_servers_that_kvbaton_starts_have_the_entry_points_of_the_package(tmp_path: Path) -> None:
+    directory = environment.VllmEnvironment.named(tmp_path, "vllm-9").directory
+    directory.mkdir()
+    (directory / "installed").touch()
+    (points,) = environment.ensure_environment(tmp_path, print, "9").kvbaton_path.glob("*.dist-info/entry_points.txt")
+    lines = points.read_text().splitlines()
     assert lines == ["[vllm.general_plugins]", *(f"{name} = {value}" for name, value in sorted(_PLUGINS.items()))]
 
 

@@ -15,12 +15,13 @@ from kvbaton.core.card import ProcessId, RankCard, check_compatible, make_card
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.pair import Share, pair_layouts
 from kvbaton.core.plan import plan_runs
-from kvbaton.core.topology import RankAt, Shape, stage_layers
+from kvbaton.core.topology import RankAt, Shape
 from kvbaton.engines.vllm.controls import share_filter
 from kvbaton.engines.vllm.settings import ConnectorSettings
 from kvbaton.engines.vllm.specs import CutFacts, layer_specs, token_counts
 from kvbaton.engines.vllm.tensors import InstanceCaches, RegisteredCache, instance_caches, read_tensors
 from kvbaton.errors import ConfigError, Incompatible
+from model_cuts import stage_layers
 
 BLOCK_TOKENS, BLOCKS, HEAD = 4, 6, 6
 LAYERS, HEADS, WINDOW = 5, 4, 5

@@ -53,7 +53,9 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     directory = tmp_path_factory.mktemp("series")
     for blocks in (4, 0):
         gauges = {"live_target": blocks, "quarantined_blocks": blocks, "peers": 1}
-        told = {"ended": {"target delivered": 1}, "failures": {}, "grown": {"runs": 5}, "series": _SERIES, "gauges": gauges}
+        ended = {"target delivered": 1, "target failed": 2, "target expired": 1, "source expired": 3, "source failed": 9}
+        series = _SERIES | {"wire_s": [0.02], "moved_bytes": [3000]}
+        told = {"ended": ended, "failures": {}, "grown": {"runs": 5}, "series": series, "gauges": gauges}
         _run(directory, _SERVER, json.dumps(told))
     return [line for line in _run(directory, _SCRAPE).splitlines() if not line.startswith("#")]
 
@@ -73,3 +75,18 @@ def test_what_is_so_now_is_told_once_and_as_it_was_told_last(scraped: list[str],
 def test_what_is_counted_is_added_up(scraped: list[str]) -> None:
     assert 'vllm:kvbaton_runs_total{engine="0"} 10.0' in scraped
     assert 'vllm:kvbaton_handoffs_total{engine="0",outcome="delivered",side="target"} 2.0' in scraped
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'vllm:kvbaton_xfer_time_seconds_count{engine="0"} 2.0',
+        'vllm:kvbaton_xfer_time_seconds_bucket{engine="0",le="0.025"} 2.0',
+        'vllm:kvbaton_bytes_transferred_sum{engine="0"} 6000.0',
+        'vllm:kvbaton_bytes_transferred_bucket{engine="0",le="2048.0"} 0.0',
+        'vllm:kvbaton_num_failed_transfers_total{engine="0"} 6.0',
+        'vllm:kvbaton_num_kv_expired_reqs_total{engine="0"} 6.0',
+    ],
+)
+def test_series_read_as_those_of_nixl(scraped: list[str], line: str) -> None:
+    assert line in scraped

@@ -45,13 +45,8 @@ class SglangEnvironment(PeerEnvironment):
         return (str(self.python), "-m", "sglang.launch_server")
 
     def variables(self) -> dict[str, str]:
-        """Environment of an SGLang server on this machine's CPUs that reaches no hub, and finds this very kvbaton."""
-        return {
-            "PYTHONPATH": str(self.kvbaton_path),
-            "PYTHONPYCACHEPREFIX": str(self.directory / "bytecode"),
-            "PYTHONDONTWRITEBYTECODE": "",
-            "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_OFFLINE": "1",
+        """Environment of an SGLang server on this machine's CPUs."""
+        return super().variables() | {
             "SGLANG_USE_CPU_ENGINE": "1",
             "SGLANG_HOST_IP": "127.0.0.1",
             "HOST_IP": "127.0.0.1",

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-from collections.abc import Callable
-from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
-from kvbaton.config import CLUSTER_KEY_VARIABLE, Limits, parse_trust
 from kvbaton.core.handoff import AuxChannel, Mode
 from kvbaton.core.topology import Shape
 from kvbaton.engines.base import CommandRequest, EngineOptions, EnginePlugin, ModelFacts, Progress, Support
 from kvbaton.engines.embedded.models import find_model
 from kvbaton.engines.embedded.weights import locate_model
 from kvbaton.engines.sglang.settings import CONFIG_VARIABLE, parse_settings
-from kvbaton.engines.sglang.setup.environment import (
-    SGLANG_VERSION,
-    SglangEnvironment,
-    ensure_sglang,
-)
+from kvbaton.engines.sglang.setup.environment import SGLANG_VERSION, ensure_sglang
 from kvbaton.engines.sglang.setup.servers import (
     BACKENDS,
     MAX_MODEL_TOKENS,
@@ -34,16 +26,9 @@ from kvbaton.launch.installing import NIXL_VERSION, default_cache_dir, ensure_ni
 
 __all__ = ["SglangPlugin"]
 
-
-class _BackendPackage(NamedTuple):
-    """A package that a backend of SGLang needs beside it."""
-
-    version: str
-    ensure: Callable[[SglangEnvironment, Progress], None]
-
-
 _PUSH_ONLY = ("mori",)
-_PACKAGES = {"nixl": _BackendPackage(NIXL_VERSION, ensure_nixl)}
+_PACKAGES = {"nixl": (NIXL_VERSION, ensure_nixl)}
+"""What backends need that SGLang does not bring along: the release, and what installs it."""
 
 
 class SglangPlugin(EnginePlugin):
@@ -62,10 +47,12 @@ class SglangPlugin(EnginePlugin):
 
     def check(self, prefill: EngineOptions, decode: EngineOptions, progress: Progress) -> ModelFacts:
         """The tokenizer is read by the embedded engine's loader, without SGLang."""
-        for side in (prefill, decode):
+        for role, side in (("prefill", prefill), ("decode", decode)):
             shape = Shape.parse(side.shape)
             if shape != Shape(tp=shape.tp):
-                raise ConfigError(f"a shape is {side.shape}; instances of SGLang can be cut by tp so far, such as tp2")
+                raise ConfigError(
+                    f"the shape of {role} is {side.shape}; instances of SGLang can be cut by tp so far, such as tp2"
+                )
         if prefill.connector in _PUSH_ONLY and prefill.handoff.mode is not Mode.PUSH:
             raise ConfigError(f"--mode is {prefill.handoff.mode}; SGLang's own {prefill.connector} only pushes, leave it out")
         if prefill.model != decode.model:
@@ -78,13 +65,13 @@ class SglangPlugin(EnginePlugin):
         cache_dir = default_cache_dir()
         environment = ensure_sglang(cache_dir, progress, self._version)
         if options.connector in _PACKAGES:
-            _PACKAGES[options.connector].ensure(environment, progress)
+            _PACKAGES[options.connector][1](environment, progress)
         model = ensure_model(locate_model(options.model, cache_dir), environment, progress, self.title)
         return SglangServers(environment, model, options)
 
     def versions(self, connector: str) -> dict[str, str]:
         """SGLang, and the package of the backend."""
-        return {"sglang": self._version} | ({connector: _PACKAGES[connector].version} if connector in _PACKAGES else {})
+        return {"sglang": self._version} | ({connector: _PACKAGES[connector][0]} if connector in _PACKAGES else {})
 
     def command_line(self, request: CommandRequest) -> str:
         """A complete line with the backend and its settings."""
@@ -93,26 +80,13 @@ class SglangPlugin(EnginePlugin):
             raise ConfigError("--role both: an SGLang server is a prefill or a decode instance, choose one")
         settings = json.dumps(backend_settings(request.handoff, _extra_settings(request)))
         parsed = parse_settings(settings)
-        has_key = parsed.cluster_key_file is not None or bool(os.environ.get(CLUSTER_KEY_VARIABLE))
-        if not has_key and not parsed.allow:
-            parse_trust().check_bind(request.host)
+        parsed.check_bind(request.host)
         arguments = serve_arguments(request.model, request.host, request.port, request.role, "kvbaton", request.control_port)
         return f"{CONFIG_VARIABLE}={shlex.quote(settings)} python -m sglang.launch_server {shlex.join(arguments)}"
 
 
 def _extra_settings(request: CommandRequest) -> dict[str, Any]:
-    """The backend's settings; what has its default value is left out, so that the line stays short."""
-    extra: dict[str, Any] = {"transport": request.transport}
+    extra = request.settings()
     extra |= {"control_port": request.control_port} if request.role == "decode" else {}
-    if request.handoffs_port:
-        extra["handoffs_port"] = request.handoffs_port
-    if request.advertise_host is not None:
-        extra["advertise_host"] = request.advertise_host
-    if request.routers:
-        extra["routers"] = list(request.routers)
-    defaults = asdict(Limits())
-    limits = {name: value for name, value in asdict(request.limits).items() if value != defaults[name]}
-    extra |= {"limits": limits} if limits else {}
-    if request.cluster_key_file is not None:
-        extra["cluster_key_file"] = str(request.cluster_key_file)
-    return extra | ({"allow": list(request.allow)} if request.allow else {})
+    limits = request.changed_limits()
+    return extra | ({"limits": limits} if limits else {})

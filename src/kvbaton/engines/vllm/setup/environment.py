@@ -20,7 +20,6 @@ from kvbaton.errors import ConfigError
 from kvbaton.launch.installing import PeerEnvironment
 
 __all__ = [
-    "ENTRY_POINTS",
     "MSGPACK_VERSION",
     "VLLM_VERSION",
     "GpuEnvironment",
@@ -39,8 +38,8 @@ MSGPACK_VERSION = "1.2.4"
 
 _SIZE_AND_TIME = "about 3 GB on disk, 3 to 10 minutes"
 _NOT_NEEDED = ("torch", "torchaudio", "torchvision", "torchcodec")
-# What an installed kvbaton brings along: the entry points by which vLLM's processes find connector and drop-in.
-ENTRY_POINTS = """[vllm.general_plugins]
+# What an installed kvbaton brings along: the entry points by which vLLM finds the connector and the drop-in for MoRI.
+_ENTRY_POINTS = """[vllm.general_plugins]
 kvbaton = kvbaton.engines.vllm:register
 kvbaton_mori = kvbaton.compat.mori.importing:activate
 """
@@ -63,13 +62,9 @@ class VllmEnvironment(PeerEnvironment):
         return (str(self.python), "-m", "vllm.entrypoints.cli.main")
 
     def variables(self) -> dict[str, str]:
-        """Environment of a vLLM server on this machine's CPUs that reaches no hub, and finds this very kvbaton."""
-        return {
-            "PYTHONPATH": os.pathsep.join((str(self.kvbaton_path), str(self.directory / "path"))),
-            "PYTHONPYCACHEPREFIX": str(self.directory / "bytecode"),
-            "PYTHONDONTWRITEBYTECODE": "",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        } | _OFFLINE
+        """Environment of a vLLM server on this machine's CPUs; beside kvbaton it finds the version of vLLM."""
+        path = os.pathsep.join((str(self.kvbaton_path), str(self.directory / "path")))
+        return super().variables() | {"PYTHONPATH": path, "VLLM_CPU_OMP_THREADS_BIND": "nobind"} | _OFFLINE
 
 
 class GpuEnvironment(VllmEnvironment):
@@ -110,7 +105,7 @@ def ensure_environment(directory: Path, progress: Progress, version: str = VLLM_
     environment.install_once(
         "installed", f"vLLM {version}", _SIZE_AND_TIME, progress, lambda: _install(environment, version, progress)
     )
-    environment.link_kvbaton(ENTRY_POINTS)
+    environment.link_kvbaton(_ENTRY_POINTS)
     return environment
 
 

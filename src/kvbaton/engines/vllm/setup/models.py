@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Protocol
 
 from kvbaton.engines.base import Progress
 from kvbaton.errors import ModelError
-from kvbaton.launch.installing import do_once, run_logged
+from kvbaton.launch.installing import PeerEnvironment, do_once, run_logged
 
 __all__ = ["ensure_model"]
 
@@ -26,23 +25,8 @@ AutoTokenizer.from_pretrained(directory, gguf_file=name).save_pretrained(target)
 """
 
 
-class ModelEnvironment(Protocol):
-    """An environment that has transformers."""
-
-    @property
-    def directory(self) -> Path:
-        """Where converted models are kept."""
-
-    @property
-    def python(self) -> Path:
-        """Its interpreter."""
-
-    def variables(self) -> dict[str, str]:
-        """What its interpreter needs in the environment."""
-
-
-def ensure_model(path: Path, environment: ModelEnvironment, progress: Progress, title: str = "vLLM") -> Path:
-    """A directory that the engine can load; a .gguf file is converted first, once."""
+def ensure_model(path: Path, environment: PeerEnvironment, progress: Progress, title: str = "vLLM") -> Path:
+    """A directory that the engine can load; a .gguf file is converted first, once, by the transformers in `environment`."""
     if path.is_dir():
         return path
     if path.suffix != ".gguf":

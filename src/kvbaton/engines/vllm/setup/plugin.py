@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import urllib.request
 import zlib
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvbaton.config import CLUSTER_KEY_VARIABLE, Limits, parse_trust
 from kvbaton.core.addresses import in_url
 from kvbaton.core.handoff import AuxChannel
 from kvbaton.engines.base import CommandRequest, EngineOptions, EnginePlugin, ModelFacts, Progress, Support
@@ -137,9 +135,7 @@ class VllmPlugin(EnginePlugin):
             )
         config = transfer_config(request.role, request.handoff, _extra_config(request))
         settings = parse_settings(config["kv_connector_extra_config"])
-        has_key = settings.cluster_key_file is not None or bool(os.environ.get(CLUSTER_KEY_VARIABLE))
-        if not has_key and not settings.allow:
-            parse_trust().check_bind(request.host)
+        settings.check_bind(request.host)
         return "vllm " + shlex.join(serve_arguments(request.model, request.host, request.port, config))
 
 
@@ -189,18 +185,8 @@ def _facts_of_directory(directory: Path) -> ModelFacts:
 
 
 def _extra_config(request: CommandRequest) -> dict[str, Any]:
-    """The connector's settings; what has its default value is left out, so that the line stays short."""
-    extra: dict[str, Any] = {"control_port": request.control_port, "control_host": request.host}
-    extra["transport"] = request.transport
-    if request.handoffs_port:
-        extra["handoffs_port"] = request.handoffs_port
-    if request.advertise_host is not None:
-        extra["advertise_host"] = request.advertise_host
+    extra = {"control_port": request.control_port, "control_host": request.host}
+    extra |= request.settings() | request.changed_limits()
     if request.routers:
-        http_address = f"{in_url(request.advertise_host or request.host)}:{request.port}"
-        extra |= {"routers": list(request.routers), "http_address": http_address}
-    defaults = asdict(Limits())
-    extra |= {name: value for name, value in asdict(request.limits).items() if value != defaults[name]}
-    if request.cluster_key_file is not None:
-        extra["cluster_key_file"] = str(request.cluster_key_file)
-    return extra | ({"allow": list(request.allow)} if request.allow else {})
+        extra["http_address"] = f"{in_url(request.advertise_host or request.host)}:{request.port}"
+    return extra

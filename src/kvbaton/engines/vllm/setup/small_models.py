@@ -43,8 +43,6 @@ CONTEXT_TOKENS = 4096
 CACHE_BYTES = 1 << 28
 """What the cache of a rank may take: vLLM fills it with zeros, and there are many ranks on a machine."""
 
-_FORMAT = 1
-"""Part of the directory in which they are kept; raised when what is written changes."""
 _WRITE_S = 900.0
 _SCRIPT = Path(__file__).with_name("write_small_model.py")
 
@@ -62,6 +60,21 @@ _COMMON = {
     "rms_norm_eps": 1e-5,
 }
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
+_GQA = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+_YARN = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": CONTEXT_TOKENS // 4,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    }
+}
+"""Of DeepSeek-V2. Without it vLLM 0.32 on CPUs rotates the query and the key of a token of MLA otherwise in a step of one token
+than in a longer one: its own answers depend on what is computed together, and no hand-off could be compared with them."""
 _MAMBA = {
     "mamba_n_heads": 8,
     "mamba_d_head": 32,
@@ -89,6 +102,8 @@ class SmallModel:
     """How tokens are drafted: `eagle`, `draft_model`, `ngram`, or not at all."""
     draft_config: Mapping[str, Any] = field(default_factory=dict)
     """What the companion has otherwise than the model."""
+    revision: int = 1
+    """Part of the directory in which it is kept; raised when what is written changes."""
 
 
 def _llama(**changed: Any) -> dict[str, Any]:
@@ -115,8 +130,7 @@ SMALL_MODELS: dict[str, SmallModel] = {
         {
             "architectures": ["DeepseekV2ForCausalLM"],
             "model_type": "deepseek_v2",
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
+            **_GQA,
             "num_key_value_heads": 4,
             "kv_lora_rank": 512,
             "q_lora_rank": None,
@@ -131,9 +145,10 @@ SMALL_MODELS: dict[str, SmallModel] = {
             "n_group": 1,
             "topk_group": 1,
             "hidden_act": "silu",
-            **_ROPE,
+            **_YARN,
         },
         kinds=("layers",),
+        revision=2,
     ),
     "small-mistral": SmallModel(
         "sliding window of 128 tokens in every layer",
@@ -144,9 +159,8 @@ SMALL_MODELS: dict[str, SmallModel] = {
         {
             "architectures": ["Gemma3ForCausalLM"],
             "model_type": "gemma3_text",
+            **_GQA,
             "num_hidden_layers": 6,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
             "head_dim": 64,
             "query_pre_attn_scalar": 64,
             "sliding_window": 128,
@@ -160,9 +174,8 @@ SMALL_MODELS: dict[str, SmallModel] = {
         {
             "architectures": ["GptOssForCausalLM"],
             "model_type": "gpt_oss",
-            "num_hidden_layers": 4,
+            **_GQA,
             "num_attention_heads": 8,
-            "num_key_value_heads": 2,
             "head_dim": 64,
             "sliding_window": 128,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -178,9 +191,7 @@ SMALL_MODELS: dict[str, SmallModel] = {
         {
             "architectures": ["FalconH1ForCausalLM"],
             "model_type": "falcon_h1",
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
+            **_GQA,
             "head_dim": 64,
             "mamba_d_ssm": 256,
             **_MAMBA,
@@ -193,9 +204,7 @@ SMALL_MODELS: dict[str, SmallModel] = {
         {
             "architectures": ["GraniteMoeHybridForCausalLM"],
             "model_type": "granitemoehybrid",
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
+            **_GQA,
             "layer_types": ["mamba", "attention", "mamba", "attention"],
             "num_local_experts": 0,
             "num_experts_per_tok": 0,
@@ -216,10 +225,8 @@ SMALL_MODELS: dict[str, SmallModel] = {
         {
             "architectures": ["NemotronHForCausalLM"],
             "model_type": "nemotron_h",
-            "num_hidden_layers": 4,
             "hybrid_override_pattern": "M*M-",
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
+            **_GQA,
             "head_dim": 64,
             "attention_head_dim": 64,
             "mamba_num_heads": 8,
@@ -309,19 +316,22 @@ class MadeModel:
 def ensure_small_model(name: str, environment: VllmEnvironment, progress: Progress) -> MadeModel:
     """The model of that name in the cache directory, and its companion, written there first if need be."""
     model = find_small_model(name)
-    directory = _ensure(name, {**_COMMON, **model.config}, "", environment, progress)
+    directory = _ensure(name, {**_COMMON, **model.config}, "", model.revision, environment, progress)
     arguments: tuple[str, ...] = () if model.caches_prefixes else ("--no-enable-prefix-caching",)
     if model.draft:
         speculative = {"method": model.draft, **_SPECULATIVE[model.draft]}
         if model.draft_config:
             config = {**_COMMON, **model.config, **model.draft_config}
-            speculative["model"] = str(_ensure(f"{name}.draft", config, model.draft, environment, progress))
+            companion = _ensure(f"{name}.draft", config, model.draft, model.revision, environment, progress)
+            speculative["model"] = str(companion)
         arguments += ("--speculative-config", json.dumps(speculative))
     return MadeModel(directory, arguments)
 
 
-def _ensure(name: str, config: Mapping[str, Any], draft: str, environment: VllmEnvironment, progress: Progress) -> Path:
-    directory = environment.directory / "models" / f"{name}-v{_FORMAT}"
+def _ensure(
+    name: str, config: Mapping[str, Any], draft: str, revision: int, environment: VllmEnvironment, progress: Progress
+) -> Path:
+    directory = environment.directory / "models" / f"{name}-v{revision}"
 
     def write() -> None:
         progress(f"writing the weights of {name} (half a minute, once)")

@@ -1,0 +1,86 @@
+"""Sums of pieces: the loop in C and zlib give the same values, and neither reads outside the region."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbaton.errors import RangeError
+from kvbaton.transport.runs import Loops, RegionSummer, load_loops
+
+LOOPS = load_loops()
+WAYS = pytest.mark.parametrize("loops", [None, LOOPS] if LOOPS else [None], ids=lambda loops: "C" if loops else "Python")
+Region = npt.NDArray[np.uint8]
+REGION = np.random.default_rng(7).integers(0, 256, 5000, np.uint8)
+SIZES = st.one_of(st.integers(0, 200), st.sampled_from([63, 64, 65, 128, 256, 1024, 4095, 4096]))
+PIECES = st.lists(st.tuples(st.integers(0, 900), SIZES), max_size=9)
+
+
+def sum_of(loops: Loops | None, pieces: list[tuple[int, int]], value: int = 0, region: Region = REGION) -> int:
+    (value,) = sums_of(loops, pieces, [len(pieces)], value, region)
+    return value
+
+
+def sums_of(
+    loops: Loops | None, pieces: list[tuple[int, int]], ends: list[int], value: int = 0, region: Region = REGION
+) -> list[int]:
+    return RegionSummer(region.data, loops).sums(np.array(pieces, np.int64).reshape(-1, 2), ends, value)
+
+
+@WAYS
+@given(PIECES, st.integers(0, 2**32 - 1))
+def test_a_sum_is_that_of_zlib_over_all_pieces_in_order(loops: Loops | None, pieces: list[tuple[int, int]], value: int) -> None:
+    whole = b"".join(REGION[offset : offset + size].tobytes() for offset, size in pieces)
+    assert sum_of(loops, pieces, value) == zlib.crc32(whole, value)
+
+
+@WAYS
+@given(PIECES, st.integers(0, 9))
+def test_a_sum_can_be_continued_between_any_two_pieces(loops: Loops | None, pieces: list[tuple[int, int]], cut: int) -> None:
+    assert sum_of(loops, pieces[cut:], sum_of(loops, pieces[:cut])) == sum_of(loops, pieces)
+
+
+@WAYS
+@given(PIECES, st.lists(st.integers(0, 9), max_size=4), st.integers(0, 2**32 - 1))
+def test_parts_are_summed_apart_and_the_first_one_continues(
+    loops: Loops | None, pieces: list[tuple[int, int]], cuts: list[int], value: int
+) -> None:
+    ends = [*sorted(min(cut, len(pieces)) for cut in cuts), len(pieces)]
+    parts = [pieces[first:end] for first, end in zip([0, *ends], ends, strict=False)]
+    expected = [sum_of(loops, part, 0 if index else value) for index, part in enumerate(parts)]
+    assert sums_of(loops, pieces, ends, value) == expected
+
+
+@WAYS
+@pytest.mark.parametrize("at", [100, 163, 164, 227, 228, 4195])
+def test_control_one_changed_bit_changes_the_sum(loops: Loops | None, at: int) -> None:
+    changed = REGION.copy()
+    changed[at] ^= 1
+    pieces = [(100, 64), (164, 4032)]
+    assert sum_of(loops, pieces, region=changed) != sum_of(loops, pieces)
+
+
+@WAYS
+@pytest.mark.parametrize("piece", [(4999, 2), (-1, 1), (0, -1), (5001, 0), (0, 5001), (2**62, 2**62), (1, 2**63 - 1)])
+def test_a_piece_outside_the_region_is_refused_before_anything_is_read(loops: Loops | None, piece: tuple[int, int]) -> None:
+    with pytest.raises(RangeError, match=rf"offset {piece[0]} with {piece[1]} bytes .* 5000 bytes"):
+        sum_of(loops, [(0, 5000), piece])
+
+
+def test_a_loop_that_does_not_sum_as_zlib_does_is_not_used() -> None:
+    class Wrong:
+        can_sum = False
+
+        def sums(self, *_: object) -> list[int]:
+            raise AssertionError("it must not be asked")
+
+    assert sum_of(Wrong(), [(3, 400)]) == zlib.crc32(REGION[3:403])  # type: ignore[arg-type]
+
+
+def test_the_compiled_loop_agrees_with_zlib_here() -> None:
+    assert LOOPS is None or LOOPS.can_sum
