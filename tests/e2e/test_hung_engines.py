@@ -73,7 +73,7 @@ def test_a_hung_prefill_engine_is_an_error_and_its_decode_blocks_are_back(mode: 
         if mode is Mode.PUSH:
             # In pull the decode instance has no part in it before the prefill is complete: only the router can notice.
             replies = [each.result(ANSWER_S) for each in asked]
-            assert {reply.status for reply in replies} <= {200, 502, 503}
+            assert {reply.status for reply in replies} <= {200, 500, 502, 503, 504}
             failed = [reply.error for reply in replies if reply.status != 200]
             assert all("no progress for 3 s" in error for error in failed), failed
         wait_until(lambda: _is_idle(decode), "every decode block is back", ANSWER_S)

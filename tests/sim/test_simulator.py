@@ -25,7 +25,45 @@ from kvbaton.sim.transport import SimTransport
 from kvbaton.sim.world import RULES
 
 SEEDS = 2000
-NEAR: dict[str, int] = {}
+NEAR = {
+    "epoch-not-checked": 1431,
+    "moved-of-an-earlier-generation": 1359,
+    "stale-incarnation": 1075,
+    "source-queued-for-ever": 783,
+    "own-count": 611,
+    "renewed-for-ever": 603,
+    "freed-on-time-alone": 307,
+    "quiet-by-an-earlier-end": 303,
+    "freed-before-acknowledgement": 235,
+    "sums-not-compared": 159,
+    "not-renewed-while-queued": 143,
+    "grant-leap": 103,
+    "late-grant": 95,
+    "same-generation": 67,
+    "deferred-for-ever": 63,
+    "source-trusts-agents": 63,
+    "retracted-accepted": 47,
+    "target-trusts-agents": 43,
+    "aux-not-counted": 41,
+    "no-reserve": 41,
+    "generation-not-checked": 35,
+    "slot-kept": 28,
+    "failed-overwritten": 23,
+    "released-by-an-earlier-grant": 19,
+    "wrong-rank": 15,
+    "rank-failure-lost": 15,
+    "blocks-not-returned": 15,
+    "freed-twice": 15,
+    "confirmed-before-read": 11,
+    "completion-counted-twice": 11,
+    "mapping-dropped": 11,
+    "target-queued-for-ever": 11,
+    "delivered-without-release": 3,
+    "landed-twice": 3,
+    "copy-not-closed": 3,
+    "released-then-failed": 1,
+    "published-early": 0,
+}
 """Where a plant was found last: looked at first, because that is quicker. A change of the code may move it."""
 
 TIMELINE = """
@@ -56,7 +94,7 @@ def test_every_rule_holds_over_many_seeds() -> None:
 def test_every_planted_bug_is_found_by_the_rule_that_it_breaks(plant: str) -> None:
     rule, broken = PLANTS[plant].rule, Counter[str]()
     near = NEAR.get(plant, 0)
-    for first, count in ((near, 4), *((start, 100) for start in range(0, SEEDS, 100))):
+    for first, count in ((near, 1), *((start, 100) for start in range(0, SEEDS, 100))):
         broken += Counter(violation.rule for _, violation in run_seeds(first, count, plant, nothing).violations)
         if broken[rule]:
             return

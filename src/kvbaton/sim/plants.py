@@ -310,6 +310,15 @@ class _MovedOfAnEarlierGeneration(SourceSide):
         super().on_copy(report)
 
 
+class _SameGeneration(SourceSide):
+    """Keeps the number of the generation when what was announced is void: the target takes old bytes for new ones."""
+
+    def new_generation(self, record: SourceRecord) -> None:
+        before = record.generation
+        super().new_generation(record)
+        record.generation = before
+
+
 class _ReleasedByAnEarlierGrant(SourceSide):
     """Takes a release of an earlier grant of the same key for one of this."""
 
@@ -404,7 +413,7 @@ def _plants() -> Iterator[tuple[str, str, str, Bugs]]:
     yield "freed-before-acknowledgement", "block freed before the acknowledgement", "epoch", early
     yield "freed-on-time-alone", "target freed on time alone", "epoch", _sides(target=_FreedOnTimeAlone)
     yield "quiet-by-an-earlier-end", "end without the grant taken for quiet", "epoch", _sides(target=_QuietByAnEarlierEnd)
-    yield "epoch-not-checked", "epoch not checked", "confirmed before delivered", _sides(target=_EpochNotChecked)
+    yield "epoch-not-checked", "epoch not checked", "epoch", _sides(target=_EpochNotChecked)
     yield "generation-not-checked", "generation not checked", "foreign byte", _sides(source=_GenerationNotChecked)
     after = "confirmed after the last byte"
     yield "confirmed-before-read", "confirmation taken before the read", after, _sides(target=_ConfirmedBeforeRead)
@@ -427,7 +436,7 @@ def _plants() -> Iterator[tuple[str, str, str, Bugs]]:
     yield "source-trusts-agents", "hung engine of a target not noticed", "silent engine", _sides(source=_SourceTrustsAgents)
     unrenewed = _sides(target=_NotRenewedWhileQueued)
     yield "not-renewed-while-queued", "lease not renewed while queued", "spurious failure", unrenewed
-    yield "stale-incarnation", "stale incarnation accepted", "heals", Bugs(coordinator=_StaleIncarnation)
+    yield "stale-incarnation", "stale incarnation accepted", "epoch", Bugs(coordinator=_StaleIncarnation)
     yield "late-grant", "late grant resurrecting a finished hand-off", "resurrection", _sides(source=_LateGrant)
     yield "grant-leap", "grant number taken however far ahead", "heals", _sides(source=_GrantLeap)
     yield "own-count", "stale grant repeated with the next number", "heals", _sides(target=_OwnCount)
@@ -435,7 +444,8 @@ def _plants() -> Iterator[tuple[str, str, str, Bugs]]:
     yield "aux-not-counted", "aux not counted", "foreign aux", _sides(target=_AuxNotCounted)
     yield "sums-not-compared", "checksums not compared", "corrupt byte", _sides(target=_SumsNotCompared)
     yield "published-early", "prefix published before landed", "half-landed prefix", Bugs(target_engine=_PublishedEarly)
-    yield "retracted-accepted", "retracted chunk accepted", "mixed generations", _sides(target=_RetractedAccepted)
+    yield "retracted-accepted", "retracted chunk accepted", "spurious failure", _sides(target=_RetractedAccepted)
+    yield "same-generation", "retraction without a new generation", "mixed generations", _sides(source=_SameGeneration)
     yield "no-reserve", "last blocks held without a grant", "spurious failure", Bugs(source_engine=_NoReserve)
     yield "landed-twice", "decode started twice", "one outcome", _sides(target=_LandedTwice)
     yield "released-then-failed", "source released before the end", "legal pair", _sides(target=_ReleasedThenFailed)
