@@ -84,7 +84,9 @@ class Deck:
     def __init__(self, seeds: int, work: Path) -> None:
         from kvbaton.sim.exhaustive import FLOWS
 
-        self.labels = [f"flow {name}" for name in FLOWS] + [f"seed {seed}" for seed in range(seeds)]
+        # Drills are cheap, and reach what random runs reach too rarely: three of four runs are.
+        chosen = [4 * number + (3 if number % 4 else 0) for number in range(seeds)]
+        self.labels = [f"flow {name}" for name in FLOWS] + [f"seed {seed}" for seed in chosen]
         self._file = work / "reached.json"
         self._reached: dict[str, set[str]] = {}
 
