@@ -374,6 +374,9 @@ def _report(mutants: list[Mutant], found: dict[str, dict[str, Any]], equivalent:
 
 
 def _sample(mutants: list[Mutant], count: int) -> tuple[list[Mutant], dict[str, str]]:
+    if not _REPORT.exists():
+        sys.stdout.write(f"no report is kept in {_REPORT}: nothing to take a sample of; make test-mutants makes one\n")
+        return [], {}
     kept = {each["mutant"]: each["run"] for each in json.loads(_REPORT.read_text())["found"]}
     runs = {name: run for name, run in kept.items() if run.startswith(("flow", "seed"))}
     able = [mutant for mutant in mutants if mutant.name in runs]
