@@ -941,8 +941,13 @@ class TargetSide:
         key = record.key
         if self.live.get(key) is not record:
             return
-        when = self._deadline(record) if self._has_deadline(record) else record.stop_until
-        self._timers.set(key, min(when, record.retry.at) if self._asks_again(record) else when)
+        when = record.retry.at if self._asks_again(record) else math.inf
+        if record.state in _CLOSING:
+            when = min(when, record.stop_until)
+        elif self._has_deadline(record):
+            when = min(when, self._deadline(record))
+        if when < math.inf:
+            self._timers.set(key, when)
 
     def _has_deadline(self, record: TargetRecord) -> bool:
         """Whether time ends it. In quarantine time leads to stronger means only (`stop_until`)."""
