@@ -19,6 +19,7 @@ and topologies in `tests/unit/core/`, prefix hits, chunks and preemption in `tes
 | `test_shutdown_with_handoffs.py` | role `both`, and shutdown with hand-offs in flight |
 | `test_transfer_events.py` | source data that is not ready |
 | `test_unresponsive_sources.py` | dead, black-holed, silent and slow sources |
+| `test_watched_deployment.py` | whether caches are handed over, board and alert rules, against a running deployment |
 """
 
 from __future__ import annotations
