@@ -12,7 +12,7 @@ MOVERS = LD_LIBRARY_PATH=$$(ls -d $(abspath $(VENV))-movers/system/lib/* $(abspa
 	paste -sd:) $(VENV)-movers/bin
 QUICK = "not e2e and not sim and not vllm and not vllm_full and not vllm_shapes and not sglang and not sglang_full and not compat \
 	and not matrix"
-BESIDE = tests/sim tests/unit/core tests/unit/wire tests/unit/discovery tests/unit/transport
+BESIDE = tests/sim tests/unit/agent tests/unit/core tests/unit/wire tests/unit/discovery tests/unit/transport
 BENCH ?= engine handoff serve
 
 # The files that have tests with a marker: collecting all tests takes 15 seconds, and each suite would pay that again. With ARGS
