@@ -39,7 +39,7 @@ _NULLS = {
 }
 
 
-@pytest.mark.vllm
+@pytest.mark.vllm_full
 def test_the_name_alone_is_enough_and_the_alias_is_ours() -> None:
     environment = ready().environment
     script = Path(__file__).parent / "inside" / "by_name.py"
