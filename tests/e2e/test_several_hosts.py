@@ -90,7 +90,7 @@ def deployment(is_ipv6: bool = False, delay_s: float = 0.01) -> Iterator[Deploym
         yield made
 
 
-@pytest.mark.sampled(1, by="file")
+@pytest.mark.sampled(1, group="several hosts")
 @pytest.mark.parametrize("mode", ["push", "pull"])
 @pytest.mark.parametrize("is_ipv6", [False, True], ids=["IPv4", "IPv6"])
 def test_every_answer_is_the_same_across_three_hosts(mode: str, is_ipv6: bool) -> None:
@@ -104,7 +104,7 @@ def test_every_answer_is_the_same_across_three_hosts(mode: str, is_ipv6: bool) -
         assert made.switch.carried_total > carried
 
 
-@pytest.mark.sampled(1, by="file")
+@pytest.mark.sampled(1, group="several hosts")
 @pytest.mark.parametrize("mode", ["push", "pull"])
 def test_the_control_that_moves_nothing_is_noticed_across_three_hosts(mode: str) -> None:
     with deployment() as made:
@@ -114,7 +114,7 @@ def test_the_control_that_moves_nothing_is_noticed_across_three_hosts(mode: str)
         assert document["different"] > 0
 
 
-@pytest.mark.sampled(1, by="file")
+@pytest.mark.sampled(1, group="several hosts")
 @pytest.mark.parametrize("is_ipv6", [False, True], ids=["IPv4", "IPv6"])
 def test_instances_that_listen_on_every_address_find_the_one_that_others_reach(is_ipv6: bool) -> None:
     with deployment(is_ipv6) as made:
@@ -125,7 +125,7 @@ def test_instances_that_listen_on_every_address_find_the_one_that_others_reach(i
         assert (code, document["problems"]) == (0, [])
 
 
-@pytest.mark.sampled(1, by="file")
+@pytest.mark.sampled(1, group="several hosts")
 @pytest.mark.parametrize(("delay_s", "loss"), [(0.001, 0.0), (0.05, 0.0), (0.01, 0.01)], ids=["1 ms", "50 ms", "1 % loss"])
 def test_every_answer_is_the_same_over_other_links(delay_s: float, loss: float) -> None:
     with deployment(delay_s=delay_s) as made:
