@@ -829,8 +829,8 @@ class SourceSide:
         used_up_to = self._windows.used_up_to(sender)
         state = "was used before" if grant.sequence <= used_up_to else "is too far ahead"
         reason = f"hand-off {grant.key}: grant {grant.sequence} in sequence {state}; the next one is {used_up_to + 1}"
-        refused = Refused(reason=reason, key=grant.key, grant=grant.grant, stale=True, used_up_to=used_up_to)
-        self._control.send(sender, refused)
+        numbers = {"grant": grant.grant, "used_up_to": used_up_to, "sequence": grant.sequence}
+        self._control.send(sender, Refused(reason=reason, key=grant.key, stale=True, **numbers))
 
     def _remember_declined(self, sender: Incarnation, stop: Stop) -> None:
         """The engine may still be asked for it; what has ended here before needs no memory of that."""

@@ -753,7 +753,9 @@ class TargetSide:
     def on_refused(self, sender: Incarnation, refused: Refused) -> None:
         """The source refuses; with a stale number we only have to take a new one, a few times."""
         record = None if refused.key is None else self._answered(sender, refused.key, refused.grant)
-        if record is None:
+        if record is None or (refused.stale and refused.sequence not in (0, record.sequence)):
+            # Of a sequence number that this grant never had: its frame was changed on the way, and the true one may have been
+            # accepted. Taken as the end, it would free blocks that the source writes to.
             self.late_total["refused"] += 1
         elif refused.stale and record.state is TargetState.GRANTED:
             self._grant_anew(record, sender, refused.used_up_to)

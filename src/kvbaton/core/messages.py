@@ -75,7 +75,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """Either side: a refusal, of the peer itself where there is no key.
 
-    `stale`: the target may grant again, newly numbered, from the sequence number after `used_up_to` on.
+    `stale`: the target may grant again, newly numbered, from the sequence number after `used_up_to` on. `sequence` is the one
+    that was refused, or 0.
     """
 
     reason: Reason
@@ -83,6 +84,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     grant: Number = 0
     stale: bool = False
     used_up_to: Number = 0
+    sequence: Number = 0
 
 
 class Grant(msgspec.Struct, frozen=True, tag="grant"):

@@ -250,7 +250,9 @@ class Run:
         if self.is_disturbed or client in self.probes:
             return True
         script, key = client.script, client.keys[-1]
-        if any(other.script.steal_id >= 0 and key in other.keys for other in self.clients):
+        # A stolen id: one of the two is refused. The thief may have ended before, and the source still knows its prompt.
+        thieves = [other for other in self.clients if other.script.steal_id >= 0]
+        if any(thief.script.steal_id == client.number or key in thief.keys for thief in thieves):
             return True
         ends = {f"p{script.prefill}", f"d{script.decode}"}
         for fault in self._struck:

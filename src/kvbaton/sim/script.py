@@ -156,8 +156,8 @@ def make_script(seed: int, *, faults: bool = True) -> Script:
         step_s=rng.choice((0.002, 0.02, 0.1)),
         integrity=rng.choice(list(Integrity)),
         aux_channel=rng.choice(list(AuxChannel)),
-        # No slower: a queue behind slower copies would be longer than `queue_timeout`, and then a failure is right.
-        uneven=rng.choice((1.0, 1.0, 3.0)),
+        # No slower: a copy that takes longer than `stop_timeout` is fenced, and then a failure of its neighbours is right.
+        uneven=rng.choice((1.0, 1.0, 2.0)),
         rank_lag_s=rng.choice((0.0, 0.001, 0.01, 0.1)),
     )
     script = msgspec.structs.replace(script, library_writes=script.unfenced_writes and rng.random() < 0.5)

@@ -400,6 +400,21 @@ def test_a_stale_number_is_replaced_and_what_was_received_is_forgotten(rig: Rig)
     assert rig.ranks.moves == []
 
 
+@pytest.mark.parametrize("is_announced", [False, True])
+def test_a_refusal_of_a_number_that_the_grant_never_had_ends_nothing(writing: Rig, is_announced: bool) -> None:
+    """A changed copy of the grant was refused; the grant itself may have been accepted, and the source writes."""
+    writing.grant()
+    writing.post.take()
+    if is_announced:
+        writing.announce(0)
+    before = writing.state()
+    writing.side.on_refused(S1, Refused("used before", KEY, 1, stale=True, used_up_to=1, sequence=7))
+    assert writing.state() is before
+    assert writing.take_events() == []
+    assert writing.post.take() == []
+    assert writing.side.late_total["refused"] == 1
+
+
 @pytest.mark.parametrize("used_up_to", [1, 2, 9_000, 1 << 40])
 def test_a_stale_number_is_replaced_by_one_that_the_source_accepts(rig: Rig, used_up_to: int) -> None:
     rig.grant()
