@@ -113,6 +113,19 @@ def _restart_with_mail(rng: random.Random) -> Script:
     return msgspec.structs.replace(script, faults=faults)
 
 
+def _cards_of_the_dead(rng: random.Random) -> Script:
+    """A source answers its target, dies, and its card arrives when its successor has long been at work for that target."""
+    first = _request(rng, Mode.PUSH, retries=0)
+    later = tuple(_request(rng, Mode.PUSH, at_s=rng.uniform(0.25, 0.5), retries=2) for _ in range(2))
+    script = msgspec.structs.replace(_stage(rng, writes=True, request=first), step_s=rng.choice((0.05, 0.1)))
+    slow_s = rng.uniform(0.05, 0.2)
+    faults = (
+        Fault(FaultKind.SLOW, 0.0, who="p0", other="d0", for_s=slow_s, number=rng.randint(2, 3)),
+        Fault(FaultKind.RESTART, slow_s * rng.uniform(0.2, 1.0), who="p0"),
+    )
+    return msgspec.structs.replace(script, requests=(first, *later), faults=faults)
+
+
 def _corrupted(rng: random.Random) -> Script:
     """A bit flips on the way; a target that checks every byte notices."""
     request = _request(rng, rng.choice(list(Mode)))
@@ -236,6 +249,7 @@ DRILLS: tuple[Callable[[random.Random], Script], ...] = (
     _source_releases_unnoticed,
     _target_gives_up_unnoticed,
     _restart_with_mail,
+    _cards_of_the_dead,
     _long_queue,
     _corrupted,
     _source_engine_stops,
