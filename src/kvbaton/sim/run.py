@@ -34,6 +34,9 @@ _HARD_END_SLACK = 1.05, 1.0
 _LOOK_S = 0.02
 """How often hand-offs that stand still are looked for: caps are much longer, and the check is dear."""
 
+_ROUND_TRIP_S = 0.01
+"""How long a message and its answer take at most where no fault disturbs them."""
+
 _DELAYED_S = 10.0
 """How long faults may hold a heartbeat up that was sent before an engine stopped."""
 
@@ -89,6 +92,7 @@ class Run:
         self.world.timeline = [] if keep_timeline else None
         network = Network(self.world, lambda address, frame, sender: self.cluster.arrive(address, frame, sender))
         fabric = Fabric(self.world, network, script.late_writes, script.move_s, script.uneven, script.library_writes)
+        fabric.stop_within_s = limits.stop_timeout - 2 * script.rank_lag_s - _ROUND_TRIP_S
         settings = HandoffSettings(integrity=script.integrity, aux_channel=script.aux_channel)
         self.cluster = Cluster(
             self.world,
@@ -263,7 +267,18 @@ class Run:
                     return True
             elif self.script.late_writes is not LateWrites.IMPOSSIBLE or not ends.isdisjoint((fault.who, fault.other)):
                 return True
-        return False
+        return self._is_fenced(ends)
+
+    def _is_fenced(self, ends: set[str]) -> bool:
+        """Whether a copy between two instances was not quiet in time, although nothing is wrong with it but that it is slow.
+
+        A request that ends, for whatever reason, has its copy stopped. What is in flight arrives all the same, and where that
+        takes longer than `stop_timeout` the target tears the session down, or registers its memory anew: what else goes
+        through that session, or into that memory, fails. That is promised, and not a failure without a cause.
+        """
+        slow = self.cluster.fabric.outlasting
+        is_reset = self.script.late_writes is LateWrites.UNFENCED
+        return any(ends == pair or (is_reset and not ends.isdisjoint(pair)) for pair in slow)
 
     # Faults.
 
