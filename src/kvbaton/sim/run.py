@@ -246,6 +246,24 @@ class Run:
             self.world.after(client.script.retry_after_s, None, lambda: self._attempt(client))
 
     def _is_excused(self, client: _Client) -> bool:
+        """Whether a fault that has struck can have reached this request, or one whose slow copy had to be fenced.
+
+        What is in flight when a request ends, for whatever reason, arrives all the same. Where that takes longer than
+        `stop_timeout` the target tears the session down, or registers its memory anew, and what else goes through that
+        session, or into that memory, fails. That is promised; but a request has to have had a reason of its own to end.
+        """
+        if self._is_reached(client):
+            return True
+        ends = {f"p{client.script.prefill}", f"d{client.script.decode}"}
+        is_reset = self.script.late_writes is LateWrites.UNFENCED
+        fenced = {
+            key
+            for key, between in self.cluster.fabric.outlasting.items()
+            if ends == between or (is_reset and not ends.isdisjoint(between))
+        }
+        return any(not fenced.isdisjoint(other.keys) and self._is_reached(other) for other in self.clients)
+
+    def _is_reached(self, client: _Client) -> bool:
         """Whether a fault that has struck can have reached this request: at one of its two instances, or at itself.
 
         Preemption excuses nothing: the prompt is computed again, and its client gets its answer. Where sources write and cannot
@@ -267,18 +285,7 @@ class Run:
                     return True
             elif self.script.late_writes is not LateWrites.IMPOSSIBLE or not ends.isdisjoint((fault.who, fault.other)):
                 return True
-        return self._is_fenced(ends)
-
-    def _is_fenced(self, ends: set[str]) -> bool:
-        """Whether a copy between two instances was not quiet in time, although nothing is wrong with it but that it is slow.
-
-        A request that ends, for whatever reason, has its copy stopped. What is in flight arrives all the same, and where that
-        takes longer than `stop_timeout` the target tears the session down, or registers its memory anew: what else goes
-        through that session, or into that memory, fails. That is promised, and not a failure without a cause.
-        """
-        slow = self.cluster.fabric.outlasting
-        is_reset = self.script.late_writes is LateWrites.UNFENCED
-        return any(ends == pair or (is_reset and not ends.isdisjoint(pair)) for pair in slow)
+        return False
 
     # Faults.
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from kvbaton.agent.rank import RankAgent
 from kvbaton.agent.rank_orders import CopyId
 from kvbaton.core.card import Endpoint
+from kvbaton.core.handoff import HandoffKey
 from kvbaton.errors import QueueFull
 from kvbaton.sim.memory import RankMemory, TaggedCell
 from kvbaton.sim.network import Network
@@ -55,8 +56,8 @@ class Fabric:
     stop_within_s: float = math.inf
     """How soon a copy has to be quiet, after its transport was asked to stop it, so that its session is not torn down."""
     ranks: dict[PeerRank, SimTransport] = field(default_factory=dict)
-    outlasting: set[frozenset[str]] = field(default_factory=set)
-    """Pairs of addresses between which a cell was in flight for longer: their session is rightly torn down, without a fault."""
+    outlasting: dict[HandoffKey, frozenset[str]] = field(default_factory=dict)
+    """Hand-offs of which a cell was in flight for longer, and between which addresses: rightly their session is torn down."""
 
 
 class SimTransport:
@@ -160,7 +161,8 @@ class SimTransport:
             posted.cancelled = True
             if posted.arrives_at - self._fabric.world.now > self._fabric.stop_within_s:
                 peer = self._fabric.ranks.get(posted.batch.peer)
-                self._fabric.outlasting.add(frozenset({self.address, self.address if peer is None else peer.address}))
+                ends = frozenset({self.address, self.address if peer is None else peer.address})
+                self._fabric.outlasting[posted.copy.key] = ends
             if self._is_severed_from(self._fabric.ranks.get(posted.batch.peer)):
                 # Nothing is in flight: it need not wait until the link is looked at again.
                 self._fabric.world.at(max(self._fabric.world.now, self.stall_until), self._process, lambda: self._move(posted))
