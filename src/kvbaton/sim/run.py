@@ -411,8 +411,10 @@ class Run:
         """A source that has ended a grant of a target is never again alive under the same one."""
         name = instance.process.name
         records = instance.coordinator.source.live.values()
-        live = {(str(record.target), record.grant_number) for record in records if record.grant_number}
         before = self._live_grants.get(name, set())
+        if not records and not before:
+            return
+        live = {(str(record.target), record.grant_number) for record in records if record.grant_number}
         if live == before:
             return
         over = self._over_grants.setdefault(name, set())
