@@ -3,9 +3,9 @@
 `python tools/mutants.py [MODULE...]` runs every mutant of these modules (default: all), and keeps a report. Each mutant runs in
 a child of its own, forked from this process when everything is imported: the changed function is compiled and put in place of
 the real one. There it meets the deck (undisturbed flows and seeds of `kvbaton sim`; those that reach the changed line, cheap
-ones first, at most `--runs`) until a rule is broken, and then the unit tests of its module. What was found is kept in `--work`
-as it comes: a run that was ended continues there (`--fresh` starts over, `--retry` tries what survived again). `--for-s` ends
-it after so long.
+ones first, at most `--runs`) until a rule is broken, and then the unit tests of its module, which have to pass without it
+first. What was found is kept in `--work` as it comes: a run that was ended continues there (`--fresh` starts over, `--retry`
+tries what survived again). `--for-s` ends it after so long.
 
 `--draw N` takes about N mutants instead of all: of each module its share, at least `_LEAST` of them, by a seed. The report then
 is one of a sample, and states so.
@@ -37,6 +37,7 @@ import tomllib
 import types
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -266,6 +267,9 @@ def _test(module: str, *, is_deep: bool) -> dict[str, Any] | None:
     """The first unit test that fails."""
     import pytest
 
+    # Tests read what is logged; only the simulator is to be quiet.
+    logging.disable(logging.NOTSET)
+
     class Watch:
         failed = ""
 
@@ -309,6 +313,23 @@ def _examine(mutant: Mutant, deck: Deck, options: argparse.Namespace, known: str
 
 
 # In the parent.
+
+
+def _check_control(modules: Iterable[str], options: argparse.Namespace) -> None:
+    """Run the unit tests of these modules without a mutant: one that fails by itself would notice everything."""
+    results = options.work / "control.jsonl"
+    passed = _read(results)
+    for module in modules:
+        if module not in passed and os.waitpid(_fork(partial(_control, module, options), results), 0)[1]:
+            raise SystemExit(f"the control of {module} ended without a result")
+        if (result := _read(results)[module])["rule"]:
+            results.unlink()
+            raise SystemExit(f"without a mutant of {module}, {result['rule']} fails: make it pass first")
+
+
+def _control(module: str, options: argparse.Namespace) -> dict[str, Any]:
+    failed = _test(module, is_deep=options.deep)
+    return {"mutant": module, "rule": "" if failed is None else failed["rule"]}
 
 
 def _fork(work: Callable[[], dict[str, Any]], results: Path) -> int:
@@ -493,6 +514,8 @@ def main() -> int:
     else:
         mutants = every
         deck.measure()
+        if options.unit:
+            _check_control(dict.fromkeys(mutant.module for mutant in mutants), options)
     if options.fresh:
         results.unlink(missing_ok=True)
     found, equivalent = _read(results), _equivalent()
