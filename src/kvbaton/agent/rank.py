@@ -284,7 +284,7 @@ class Summer:
 
 def _plan_sum(planner: PiecePlanner, order: SumSpans, span: Span) -> Sequence[Pieces]:
     key, cached_tokens = order.copy.key, order.cached_tokens
-    return planner.parts(order.blocks, key, span, cached_tokens, order.integrity, order.total_tokens)
+    return planner.plan(order.blocks, key, span, cached_tokens, order.integrity, order.total_tokens)
 
 
 @dataclass(frozen=True, slots=True)
