@@ -14,7 +14,7 @@ from functools import partial
 import msgspec
 
 from kvbaton.agent.channel import Channel, channel_pair
-from kvbaton.agent.driver import RanksDriver
+from kvbaton.agent.driver import Driver
 from kvbaton.agent.engine_port import HandoffPort
 from kvbaton.agent.rank import RankControls
 from kvbaton.agent.rank_sets import LocalRanks, RankLoop, RankSet, RemoteRanks
@@ -88,7 +88,7 @@ class WorkerInstance:
         has_drafts = settings.draft == DRAFTS[0]
         self.caches: InstanceCaches = instance_caches(exchange.shape, [each.caches for each in described], has_drafts)
         self.info = HandoffInfo(self._base.control_address, self._incarnation, self._shape.tp, dp_rank)
-        self.driver: RanksDriver | None = None
+        self.driver: Driver | None = None
         self._loop: RankLoop | None = None
         self._port: HandoffPort | None = None
         self._links: FirstRankLinks | RankLinks | None = None
@@ -132,7 +132,7 @@ class WorkerInstance:
             news = threading.Event()
             card = instance_card(self._incarnation, model, settings.limits, cards, self._shape)
             limits = self.agent_limits(settings)
-            self.driver = driver = RanksDriver(card, ranks, limits, sockets, news.set, settings.handoff, observe)
+            self.driver = driver = Driver(card, ranks, limits, sockets, news.set, settings.handoff, observe)
             opened.pop_all()
         holders = {layer: self._shape.tp for layout in self.caches.layouts for layer in layout.layers}
         self._port = port = self._cache.device.port(driver, news.set)
