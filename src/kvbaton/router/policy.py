@@ -137,6 +137,8 @@ def least_from(loads: Sequence[int], turn: int) -> int:
     """
     least = min(loads)
     first = turn % len(loads)
+    if loads[first] == least:
+        return first
     return next((place for place in range(first, len(loads)) if loads[place] == least), loads.index(least))
 
 
