@@ -41,7 +41,7 @@ class HandoffInfo:
     """What an instance states about itself in its answers, so that a target finds it."""
 
     control_address: ControlAddress
-    """Of its first data-parallel rank; each other one listens so many ports behind it."""
+    """Its own one, whichever data-parallel rank it is."""
     incarnation: Incarnation
     tp_size: int = 1
     dp_rank: int = 0
@@ -219,11 +219,21 @@ def _addresses(params: KVTransferParams, request_id: str | None) -> tuple[Contro
         if stated is None:
             raise _bad("remote_host", f"do_remote_prefill is true, but no source is named: {why}, and remote_host is missing")
         return stated, None
-    if stated is not None and (stated.host, stated.handshake) != (embedded.host, embedded.handshake):
-        raise _bad(
-            "remote_host", f"names the source {stated}, but X-Request-Id names {embedded}; send one of them, or equal ones"
-        )
-    return embedded, target
+    # Routers that know one address for all data-parallel ranks put that of the first one into the id.
+    of_rank = _at_dp_rank(embedded, params.remote_dp_rank or 0)
+    if stated is None:
+        return of_rank, target
+    for known in (embedded, of_rank):
+        if (stated.host, stated.handshake) == (known.host, known.handshake):
+            return known, target
+    raise _bad("remote_host", f"names the source {stated}, but X-Request-Id names {embedded}; send one of them, or equal ones")
+
+
+def _at_dp_rank(first: ControlAddress, rank: int) -> ControlAddress:
+    """Where a data-parallel rank listens: so many ports behind the first one."""
+    if not 0 <= rank <= _MAX_PORT - first.handshake:
+        raise _bad("remote_dp_rank", f"{rank} from port {first.handshake} is no port")
+    return ControlAddress.of(first.host, first.handshake + rank) if rank else first
 
 
 def _body_address(params: KVTransferParams) -> ControlAddress | None:

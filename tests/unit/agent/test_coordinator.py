@@ -396,6 +396,25 @@ def test_heartbeats_keep_a_source_only_while_the_engine_of_its_target_takes_step
     assert ends == ([Outcome.EXPIRED] if hangs else [])
 
 
+@pytest.mark.parametrize("hangs", [False, True], ids=["works", "hangs"])
+def test_grants_that_are_repeated_keep_a_source_only_while_the_engine_of_its_target_takes_steps(
+    pair: Pair, hangs: bool
+) -> None:
+    """What is announced is lost, so the grant is repeated; agents do that although their engine or a rank is stopped."""
+    pair.prefill()
+    pair.fetch()
+    pair.net.loses = lambda message: isinstance(message, Announced)
+    pair.net.deliver_all()
+    pair.target.engine_hangs = hangs
+    pair.target.sent.clear()
+    pair.net.pass_time(LIMITS.defer_timeout - 1)
+    assert any(isinstance(message, Grant) for message in pair.target.sent)
+    assert pair.source.events == [], "not a second too early"
+    pair.net.pass_time(1 + LIMITS.beat_s)
+    ends = [event.outcome for event in pair.source.events if isinstance(event, SourceEnded)]
+    assert ends == ([Outcome.EXPIRED] if hangs else [])
+
+
 def test_an_engine_that_goes_on_is_counted_on_again(pair: Pair) -> None:
     pair.source.coordinator.expect_target(KEY, "p")
     pair.fetch()
