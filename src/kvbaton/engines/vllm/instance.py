@@ -86,8 +86,8 @@ class WorkerInstance:
         self._incarnation = described[0].incarnation
         has_drafts = settings.draft == DRAFTS[0]
         self.caches: InstanceCaches = instance_caches(exchange.shape, [each.caches for each in described], has_drafts)
-        self.info = HandoffInfo(self._base.control_address, self._incarnation, self._shape.tp, dp.rank)
-        self.driver: RanksDriver | None = None
+        self.info = HandoffInfo(settings.control_address, self._incarnation, self._shape.tp, dp.rank)
+        self.driver: Driver | None = None
         self._loop: RankLoop | None = None
         self._port: HandoffPort | None = None
         self._links: FirstRankLinks | RankLinks | None = None
