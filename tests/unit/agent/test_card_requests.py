@@ -24,7 +24,9 @@ class Rig:
 
     def asked(self) -> list[tuple[object, int]]:
         """Whom a question was sent to since the last call, and its number."""
-        sent = [(to, message.question) for to, message in self.post.sent if isinstance(message, Hello)]
+        sent: list[tuple[object, int]] = [
+            (to, message.question) for to, message in self.post.sent if isinstance(message, Hello)
+        ]
         self.post.sent.clear()
         return sent
 
@@ -71,14 +73,11 @@ def test_only_an_answer_to_a_later_question_shows_what_has_happened_since() -> N
 def test_an_address_that_nothing_needs_is_dialled_no_longer() -> None:
     rig = Rig()
     assert rig.requests.next_deadline() is None
-    assert not rig.requests.is_hang_up_due
     rig.requests.dial(HERE)
     rig.clock.now += SOON_S
     rig.requests.dial(THERE)
     assert rig.requests.next_deadline() == rig.clock.now - SOON_S + LIMITS.retry
-    assert not rig.requests.is_hang_up_due
     rig.clock.now += LIMITS.retry - SOON_S
-    assert rig.requests.is_hang_up_due
     rig.requests.hang_up({THERE})
     assert rig.post.hung_up == [HERE]
     assert rig.requests.next_deadline() == rig.clock.now + LIMITS.retry
