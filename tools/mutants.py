@@ -66,8 +66,21 @@ _SIMULATED = (
 """What the simulator runs in full; of the rest it runs parts."""
 
 _TESTS = {
-    "agent/target.py": ("agent/test_target", "agent/test_hard_ends", "agent/test_coordinator", "agent/test_sums"),
-    "agent/source.py": ("agent/test_source", "agent/test_hard_ends", "agent/test_coordinator", "agent/test_declined_whole"),
+    "agent/target.py": (
+        "agent/test_target",
+        "agent/test_hard_ends",
+        "agent/test_coordinator",
+        "agent/test_sums",
+        "agent/test_aux_by_data",
+    ),
+    "agent/source.py": (
+        "agent/test_source",
+        "agent/test_hard_ends",
+        "agent/test_coordinator",
+        "agent/test_declined_whole",
+        "agent/test_sums",
+        "agent/test_aux_by_data",
+    ),
     "agent/coordinator.py": ("agent/test_coordinator", "agent/test_peers", "agent/test_source", "agent/test_target"),
     "agent/rank.py": ("agent/test_rank", "agent/test_backlog", "agent/test_summing", "agent/test_rank_shapes"),
     "agent/timers.py": ("agent/test_alarms", "agent/test_target"),

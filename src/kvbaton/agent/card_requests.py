@@ -73,11 +73,6 @@ class CardRequests:
         """When `hang_up` next has something to do."""
         return self._hang_up_at if self._dialled else None
 
-    @property
-    def is_hang_up_due(self) -> bool:
-        """Whether it is time to look for addresses that nothing needs any more."""
-        return bool(self._dialled) and self._hang_up_at <= self._clock()
-
     def hang_up(self, needed: AbstractSet[ControlAddress]) -> None:
         """Dial no address any longer that has not answered and is not `needed`: dials end with their requests."""
         self._hang_up_at = self._clock() + self._limits.retry

@@ -107,7 +107,7 @@ class Peers:
         resident = self._at.get(address)
         return None if resident is None or resident.incarnation == incarnation else resident.asked
 
-    def learn(self, card: Card, address: ControlAddress | None, asked: int = 0) -> Incarnation | None:
+    def learn(self, card: Card, address: ControlAddress | None, *, asked: int) -> Incarnation | None:
         """Remember a card, which arrived after question `asked` was sent; returns the incarnation that it replaces, forgotten.
 
         Only after `replaces_after`: whatever a card replaces counts as dead.
@@ -453,7 +453,7 @@ class Coordinator:
                 self._ranks.send_all(Disconnect(idle))
             self._ranks.send_all(Connect(card))
             self.handshakes_total += 1
-        replaced = self._peers.learn(known or card, via, self.target.card_requests.asked)
+        replaced = self._peers.learn(known or card, via, asked=self.target.card_requests.asked)
         if replaced is not None:
             self._lose(replaced, f"incarnation {replaced} was replaced by {card.incarnation}")
 

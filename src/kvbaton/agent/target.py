@@ -907,7 +907,8 @@ class TargetSide:
         """Ask again what has no answer, fence what does not stop, and give up what makes no progress."""
         self.decline_notices.tick()
         self._timers.tick()
-        if self.card_requests.is_hang_up_due:
+        due_at = self.card_requests.next_deadline()
+        if due_at is not None and due_at <= self._clock():
             needed = {record.request.source for record in self.live.values() if record.source is None}
             self.card_requests.hang_up(needed | self.decline_notices.unanswered())
 

@@ -22,9 +22,6 @@ class Rig:
     def __post_init__(self) -> None:
         self.requests = CardRequests(card_of("t1"), LIMITS, self.clock, self.post)
 
-    def is_due(self) -> bool:
-        return self.requests.is_hang_up_due
-
     def asked(self) -> list[tuple[object, int]]:
         """Whom a question was sent to since the last call, and its number."""
         sent: list[tuple[object, int]] = [
@@ -76,14 +73,11 @@ def test_only_an_answer_to_a_later_question_shows_what_has_happened_since() -> N
 def test_an_address_that_nothing_needs_is_dialled_no_longer() -> None:
     rig = Rig()
     assert rig.requests.next_deadline() is None
-    assert not rig.is_due()
     rig.requests.dial(HERE)
     rig.clock.now += SOON_S
     rig.requests.dial(THERE)
     assert rig.requests.next_deadline() == rig.clock.now - SOON_S + LIMITS.retry
-    assert not rig.is_due()
     rig.clock.now += LIMITS.retry - SOON_S
-    assert rig.is_due()
     rig.requests.hang_up({THERE})
     assert rig.post.hung_up == [HERE]
     assert rig.requests.next_deadline() == rig.clock.now + LIMITS.retry
