@@ -92,7 +92,7 @@ def stand(request: pytest.FixtureRequest, singles: Singles) -> Iterator[DpStand]
         if role != side:
             specs.append(ServerSpec(role, role, settings=settings, **common))
         elif balancing == "internal":
-            # Metrics of several API processes need a variable that is set before prometheus_client is imported: not when forked.
+            # Several API processes would share metrics by a variable that has to be set before imports: not when forked.
             api = ("--api-server-count", "1")
             specs.append(ServerSpec(role, role, settings=settings, shape=f"dp{RANKS}", arguments=api, **common))
         else:
