@@ -92,7 +92,9 @@ def stand(request: pytest.FixtureRequest, singles: Singles) -> Iterator[DpStand]
         if role != side:
             specs.append(ServerSpec(role, role, settings=settings, **common))
         elif balancing == "internal":
-            specs.append(ServerSpec(role, role, settings=settings, shape=f"dp{RANKS}", **common))
+            # Several API processes would share metrics by a variable that has to be set before imports: not when forked.
+            api = ("--api-server-count", "1")
+            specs.append(ServerSpec(role, role, settings=settings, shape=f"dp{RANKS}", arguments=api, **common))
         else:
             master = ("--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(ports.pick()))
             for rank in range(RANKS):
