@@ -19,6 +19,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from sglang_forked import ForkedServers
 
 from kvbaton.config import CLUSTER_KEY_VARIABLE, HTTP_KEY_HEADER, HandoffSettings, http_token
 from kvbaton.core.addresses import ControlAddress
@@ -116,7 +117,7 @@ class SglangStand:
     def __init__(self, spec: StandSpec) -> None:
         self.spec = spec
         environment = ready()
-        self.fleet = Fleet()
+        self.fleet: Fleet = ForkedServers()
         self.ports = PortPicker()
         self.key = key = new_cluster_key()
         router_port, discovery_port = self.ports.pick(), self.ports.pick()
@@ -186,7 +187,7 @@ class Grid:
 
     def __init__(self, kind: str = "gqa") -> None:
         environment = ready()
-        self.fleet = Fleet()
+        self.fleet: Fleet = ForkedServers()
         self._ports = PortPicker()
         options = EngineOptions(
             "tiny",

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 
 import aiohttp
 import pytest
+from sglang_forked import ForkedServers
 from sglang_stand import START_S, Answer, Grid, different, generate, hand_over, prompt, run
 
 from kvbaton.engines.base import Controls
-from kvbaton.launch.fleet import Fleet, FleetPart
+from kvbaton.launch.fleet import FleetPart
 
 pytestmark = [pytest.mark.sglang_full, pytest.mark.timeout(1800)]
 
@@ -45,7 +46,7 @@ def test_ranks_of_two_instances_may_differ(kind: str, ranks: str) -> None:
 
         for drops in (False, True):
             found: list[list[str]] = []
-            with Fleet() as fleet:
+            with ForkedServers() as fleet:
                 controls = Controls(poison=True, drop_writes=drops)
                 shapes = {shape for _, shape in pairs}
                 decodes = {shape: grid.start(f"decode-{shape}", "decode", shape, fleet, controls=controls) for shape in shapes}
