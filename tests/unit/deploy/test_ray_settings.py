@@ -10,7 +10,9 @@ import pytest
 
 from kvbaton.core.handoff import Mode
 from kvbaton.deploy.ray import RaySettings, ReplicaSettings, application, register_connector, replicas_for_load
+from kvbaton.engines.table import find_engine
 from kvbaton.errors import ConfigError
+from kvbaton.launch.ports import PortPicker
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,19 @@ def test_one_side_may_have_options_of_its_own() -> None:
     assert (found.model, found.host, found.transport, found.sharing, found.handoff.mode) == (
         "tiny", "10.0.0.5", "tcp", 2, Mode.PULL,
     )  # fmt: skip
+
+
+def test_an_engine_that_is_started_on_loopback_only_is_refused() -> None:
+    options = RaySettings("tiny").engine_options(ReplicaSettings(), "10.0.0.5", "key")
+    with pytest.raises(ConfigError, match=r"host is 10\.0\.0\.5; SGLang is started on 127\.0\.0\.1 only"):
+        find_engine("sglang").check_support(options)
+
+
+def test_an_instance_listens_on_the_host_that_its_options_name() -> None:
+    options = RaySettings("tiny").engine_options(ReplicaSettings(), "fd00::5", "key")
+    part = find_engine("embedded").prepare(options, print).part("prefill", "prefill", PortPicker(), ["[fd00::1]:8001"])
+    assert part.base_url.startswith("http://[fd00::5]:")
+    assert part.command[part.command.index("--host") + 1] == "fd00::5"
 
 
 def test_a_fixed_number_of_replicas_is_not_scaled() -> None:
