@@ -50,8 +50,6 @@ class InstanceSettings(InstanceOptions):
     handoff: HandoffSettings = DEFAULT_HANDOFF
     drop_writes: bool = False
     advertise_host: str = ""
-    drain_s: float = 5.0
-    """On shutdown, requests and hand-offs in flight have so long to finish; routers have been sent the goodbye by then."""
     shape: Shape = ONE_RANK
     drop: str = ""
     """What a control leaves out of every hand-off."""
@@ -128,7 +126,7 @@ async def serve_instance(settings: InstanceSettings, report: Callable[[str], Non
             http=settings.http,
             timelines=instance.timelines,
             ended=ended,
-            drain_s=settings.drain_s,
+            drain_s=settings.drain_timeout_s,
         )
 
 
