@@ -363,6 +363,11 @@ class EngineOrderedTransport:
         """That of the inner one."""
         return self._inner.wakeup_fd
 
+    @property
+    def batch_bytes(self) -> int:
+        """That of the inner one."""
+        return self._inner.batch_bytes
+
     def endpoint(self) -> Endpoint:
         return self._inner.endpoint()
 
