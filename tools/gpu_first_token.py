@@ -44,13 +44,18 @@ def say(line: str) -> None:
     sys.stderr.flush()
 
 
-def timeline(address: str, transfer_id: str, key: str) -> Any:
-    """What a server has noted of a hand-off."""
+def timeline(address: str, transfer_id: str, key: str) -> list[list[Any]]:
+    """What a server has noted of a hand-off: stages, milliseconds after the first, and the layers where there are some."""
     request = urllib.request.Request(
         f"http://{address}/handoffs/{transfer_id}", headers={HTTP_KEY_HEADER: http_token(key.encode())}
     )
     with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310 - loopback
-        return json.loads(answer.read())
+        notes = json.loads(answer.read())["sides"][0]["notes"]
+    found: list[list[Any]] = []
+    for note in notes:
+        layers = [note.get("first_layer", 0), note["end_layer"]] if "end_layer" in note else []
+        found.append([note["stage"], round(note["at_s"] * 1e3, 3), *layers])
+    return found
 
 
 class Measured:
