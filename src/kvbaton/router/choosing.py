@@ -279,10 +279,13 @@ class Chooser:
         return _SidePlaces(places, cap or math.inf, max((i.aside_until for i in instances), default=-math.inf))
 
     def _rank(self, instance: Instance) -> int | None:
-        """The data-parallel rank with the fewest requests of ours; of equal ones, the next. None without a choice."""
-        size = instance.registration.dp_size
-        if size == 1:
-            return None
+        """Its data-parallel rank, if it has registered as one of several; else the one with the fewest requests of ours.
+
+        Of equal ones, the next. None without a choice.
+        """
+        registration, size = instance.registration, instance.registration.dp_size
+        if registration.ranks_here == 1 or registration.dp_rank is not None:
+            return registration.dp_rank
         ranks = self._ranks.get(instance.http_address)
         if ranks is None or len(ranks.counts) != size:
             ranks = self._ranks[instance.http_address] = _RankLoads([0] * size)

@@ -146,7 +146,9 @@ class SglangStand:
 
     def start(self) -> None:
         """Start everything, and wait until it is healthy and registered."""
-        for part in (self._router, self.prefill, self.decode, *([self.single] if self.spec.with_single else [])):
+        # SGLang's own backends register with no router, and one without instances never becomes healthy.
+        routers = [self._router] if self.spec.connector == "kvbaton" else []
+        for part in (*routers, self.prefill, self.decode, *([self.single] if self.spec.with_single else [])):
             self.fleet.start(part)
         self.fleet.wait_healthy(START_S)
 

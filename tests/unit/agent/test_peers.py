@@ -32,6 +32,18 @@ def test_another_incarnation_at_the_same_address_replaces_the_first() -> None:
     assert peers.at(HERE) == card_of("b")
 
 
+def test_another_incarnation_needs_an_answer_to_a_question_of_after_the_card_that_is_known() -> None:
+    peers = Peers()
+    assert peers.replaces_after(A, HERE) is None
+    peers.learn(card_of("a"), HERE, asked=4)
+    peers.learn(card_of("a"), HERE, asked=6)
+    assert peers.replaces_after(A, HERE) is None
+    assert peers.replaces_after(B, HERE) == 4
+    assert peers.replaces_after(B, THERE) is None
+    assert peers.learn(card_of("b"), HERE, asked=7) == A
+    assert peers.replaces_after(A, HERE) == 7
+
+
 def test_the_same_incarnation_may_answer_again_and_elsewhere() -> None:
     peers = Peers()
     peers.learn(card_of("a"), HERE)
