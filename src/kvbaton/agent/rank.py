@@ -42,7 +42,6 @@ _LONGEST_WAIT_S = 0.05
 
 _TURN_BYTES = 2 << 20
 
-_BATCH_BYTES = 4 << 20
 _MAX_UNREACHABLE = 4096
 
 
@@ -595,8 +594,10 @@ class RankAgent:
     def _post(self, copy: _Copy, source_blocks: BlockLists, spans: tuple[Span, ...]) -> None:
         moving = copy.moving[spans[0].number] = _Moving(spans)
         try:
-            plans = self._plan(copy, source_blocks, spans)
-            parts = [(peer, Part(copy.order.copy, spans[0].number, part)) for peer, runs in plans for part in _batches(runs)]
+            plans, most = self._plan(copy, source_blocks, spans), self._transport.batch_bytes
+            parts = [
+                (peer, Part(copy.order.copy, spans[0].number, part)) for peer, runs in plans for part in _batches(runs, most)
+            ]
             moving.planned, moving.unposted = sum(int(runs[:, 2].sum()) for _, runs in plans), len(parts)
         except KVBatonError as error:
             self._fail(copy, str(error))
@@ -761,9 +762,9 @@ def _rows(spans: tuple[Span, ...]) -> Iterator[tuple[Span, ...]]:
             first = index
 
 
-def _batches(runs: Runs) -> Iterable[Runs]:
-    if int(runs[:, 2].sum()) <= _BATCH_BYTES:
+def _batches(runs: Runs, most_bytes: int) -> Iterable[Runs]:
+    if int(runs[:, 2].sum()) <= most_bytes:
         return (runs,) if len(runs) else ()
     ends = np.cumsum(runs[:, 2])
-    cuts = np.flatnonzero(np.diff(ends // _BATCH_BYTES)) + 1
+    cuts = np.flatnonzero(np.diff(ends // most_bytes)) + 1
     return (part for part in np.split(runs, cuts) if len(part))

@@ -15,7 +15,7 @@ from kvbaton.errors import QueueFull
 from kvbaton.sim.memory import RankMemory, TaggedCell
 from kvbaton.sim.network import Network
 from kvbaton.sim.world import SimProcess, World
-from kvbaton.transport.base import AfterEvent, Batch, Completion, Direction, LateWrites, PeerRank, Ticket
+from kvbaton.transport.base import BATCH_BYTES, AfterEvent, Batch, Completion, Direction, LateWrites, PeerRank, Ticket
 
 __all__ = ["Fabric", "FencingSimTransport", "SimRank", "SimTransport"]
 
@@ -112,6 +112,11 @@ class SimTransport:
         if self.late_writes is LateWrites.IMPOSSIBLE:
             return frozenset({Direction.READ})
         return frozenset(Direction)
+
+    @property
+    def batch_bytes(self) -> int:
+        """More than any hand-off of a run: where a batch may be cut is not what is simulated."""
+        return BATCH_BYTES
 
     @property
     def wakeup_fd(self) -> int:

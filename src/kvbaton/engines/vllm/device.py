@@ -348,6 +348,11 @@ class EngineOrderedTransport:
     def wakeup_fd(self) -> int:
         return self._inner.wakeup_fd
 
+    @property
+    def batch_bytes(self) -> int:
+        """That of the inner one."""
+        return self._inner.batch_bytes
+
     def endpoint(self) -> Endpoint:
         return self._inner.endpoint()
 

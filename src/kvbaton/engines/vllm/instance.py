@@ -25,7 +25,7 @@ from kvbaton.core.handoff import Incarnation
 from kvbaton.core.timeline import no_observer
 from kvbaton.engines.base import Role
 from kvbaton.engines.instance import LateAnnouncer, ModelIdentity, announcer_of, instance_card, new_incarnation
-from kvbaton.engines.vllm.computed_spans import ComputedSpans
+from kvbaton.engines.vllm.computed_spans import ComputedSpans, LayerGroups
 from kvbaton.engines.vllm.controls import share_filter
 from kvbaton.engines.vllm.device import GatedPort
 from kvbaton.engines.vllm.rank_links import (
@@ -116,7 +116,7 @@ class WorkerInstance:
     def _open_other_rank(self, transport: Transport) -> None:
         self._links = links = RankLinks(self._incarnation, self._rank)
         self._loop = self._rank_loop(transport, links.agent)
-        self.half = FollowerHalf(links, self.caches.layouts[self._rank].layers)
+        self.half = FollowerHalf(links, LayerGroups(self.caches.layouts[self._rank]))
 
     def _open_first_rank(self, transport: Transport, cards: list[RankCard], model: ModelIdentity, role: Role) -> None:
         settings = self._settings
@@ -139,7 +139,7 @@ class WorkerInstance:
         self.half = WorkerHalf(
             port,
             spans,
-            self.caches.layouts[0].layers,
+            LayerGroups(self.caches.layouts[0]),
             news,
             settings.stop_timeout,
             driver.poison if settings.poison else None,
