@@ -93,6 +93,7 @@ def test_without_an_area_on_either_side_it_comes_by_message(areas: tuple[AuxArea
     two.start()
     assert two.delivered() == [AUX]
     assert two.fallbacks() == {"no aux area": 1}
+    assert {message.aux_channel for message in two.target.sent if isinstance(message, Grant)} == {AuxChannel.CONTROL}
 
 
 def test_a_record_that_is_larger_than_a_slot_comes_by_message() -> None:
