@@ -20,8 +20,9 @@ target waits.
 **The lease.** A target that is silent for `defer_timeout` loses its hand-off, and the blocks go back to the engine. Time may
 do that here, and only here: the target counts no byte that this side does not confirm afterwards, and a side that has ended
 confirms nothing. A heartbeat vouches for the target's engine, not for the thread that sends it: it states how long ago that
-engine took its last step, and silence is counted from then. There is no lease while a request is QUEUED: it has no grant, and
-computes at the engine's own pace, within `queue_timeout`.
+engine took its last step, and silence is counted from then. A grant that is repeated extends nothing: agents repeat it while
+their engine hangs, or while one rank of theirs stands still and the engine waits for it. There is no lease while a request is
+QUEUED: it has no grant, and computes at the engine's own pace, within `queue_timeout`.
 
 **The cap.** Messages of the target renew the lease; they cannot renew it for ever. A hand-off that gets no further than it was
 for `Limits.hold_cap` ends although its target is alive and its engine works: one of the two engines may have lost the request.

@@ -157,7 +157,9 @@ class AddressProof:
 
     def of(self, transfer_id: str) -> str:
         """The proof for this transfer; hex digits."""
-        return _digest(self._keyed, _parts(transfer_id)).hex()
+        digest = self._keyed.copy()
+        digest.update(_part(transfer_id))
+        return digest.hexdigest()
 
     def fits(self, proof: str, transfer_id: str) -> bool:
         """Whether `proof` is that of this transfer between these addresses."""
@@ -188,8 +190,12 @@ class RoomProof:
 
 def _parts(*texts: str) -> bytes:
     """Texts with their lengths: no two lists of texts give the same bytes."""
-    encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
-    return b"".join(len(each).to_bytes(_COUNT_BYTES, "big") + each for each in encoded)
+    return b"".join(map(_part, texts))
+
+
+def _part(text: str) -> bytes:
+    encoded = text.encode("utf-8", "surrogatepass")
+    return len(encoded).to_bytes(_COUNT_BYTES, "big") + encoded
 
 
 def _keyed(key: bytes, use: _Use, digest_bytes: int) -> hashlib.blake2b:

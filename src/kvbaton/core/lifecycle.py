@@ -268,11 +268,12 @@ def _source() -> SourceTable:
         (state.HELD, event.GRANTED): Row(state.SERVING, (effect.EXTEND_LEASE, effect.ANNOUNCE, effect.SEND_PREFILLED)),
         (state.STREAMING, event.SPAN_READY): Row(state.STREAMING, (effect.ANNOUNCE,)),
         (state.STREAMING, event.PREFILLED): Row(state.SERVING, (effect.EXTEND_LEASE, effect.ANNOUNCE, effect.SEND_PREFILLED)),
-        # A grant that is repeated means that the target misses something: whatever it may be, it is sent again.
-        (state.STREAMING, event.GRANTED): Row(state.STREAMING, (effect.EXTEND_LEASE, effect.ANNOUNCE)),
-        (state.RETRACTING, event.GRANTED): Row(state.RETRACTING, (effect.EXTEND_LEASE, effect.SEND_RETRACTED)),
+        # A grant that is repeated means that the target misses something: whatever it may be, it is sent again. It extends no
+        # lease: agents repeat it, also while their engine or one of their ranks stands still. Heartbeats report that.
+        (state.STREAMING, event.GRANTED): Row(state.STREAMING, (effect.ANNOUNCE,)),
+        (state.RETRACTING, event.GRANTED): Row(state.RETRACTING, (effect.SEND_RETRACTED,)),
         (state.SERVING, event.GRANTED): Row(
-            state.SERVING, (effect.EXTEND_LEASE, effect.ANNOUNCE, effect.SEND_PREFILLED, effect.REPEAT_CONFIRMATION)
+            state.SERVING, (effect.ANNOUNCE, effect.SEND_PREFILLED, effect.REPEAT_CONFIRMATION)
         ),
         # Preempted. Without a grant no copy can be in flight: the engine has its blocks back at once. With one, copies of ours
         # are stopped first. Only QUIET gives the blocks to the engine, and only after that is the new generation announced.

@@ -43,7 +43,8 @@ _MAX_SIZE = 65535
 _COUNT_BYTES = 8
 _MAX_PORT_DIGITS = 5
 _GOODBYE = "BYE"
-_LEFT_OUT = ("handoffs_address", "dispatch", "bootstrap_port")
+_OTHER_RANK = "RANK"
+_LEFT_OUT = ("dp_rank", "dp_size_local", "pp_size", "handoffs_address", "dispatch", "bootstrap_port")
 
 _E = TypeVar("_E", bound=enum.StrEnum)
 
@@ -87,7 +88,9 @@ class Dispatch(enum.StrEnum):
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
     """What an instance states about itself; `bye` means that it leaves now, `answer` that it requests the outcome.
 
-    `handoffs_address` is where it serves its hand-off records, when that is not its `http_address`.
+    `handoffs_address` is where it serves its hand-off records, when that is not its `http_address`. Of an engine that is one of
+    several data-parallel ranks, `dp_rank` is which; None where one registration is for all of them. `dp_size_local` is how many
+    of them share the `http_address`, 0 for all: with external balancing each rank has an API of its own.
     """
 
     type: InstanceType
@@ -96,6 +99,9 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     dp_size: int = 1
     tp_size: int = 1
     transfer_mode: TransferMode
+    pp_size: int = 1
+    dp_rank: int | None = None
+    dp_size_local: int = 0
     incarnation: str = ""
     model: str = ""
     fingerprint: str = ""
@@ -104,6 +110,11 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     bootstrap_port: int = 0
     answer: bool = False
     bye: bool = False
+
+    @property
+    def ranks_here(self) -> int:
+        """How many data-parallel ranks share its `http_address`; a request to one of several has to name it."""
+        return self.dp_size_local or self.dp_size
 
 
 class Cause(enum.StrEnum):
@@ -172,6 +183,10 @@ def encode_registration(registration: Registration, seal: Seal | None = None, no
             del fields[name]
     if not registration.answer:
         del fields["answer"]
+    if registration.dp_rank and registration.ranks_here > 1:
+        # vllm-router knows an instance by its HTTP address, and finds the ranks from the control address of the first. Another
+        # rank at that address it would take for the same instance, moved; a type that it does not know it ignores.
+        fields |= {"type": _OTHER_RANK, "serves": registration.type}
     if registration.bye:
         fields |= {"type": _GOODBYE, "leaving": registration.type}
     if seal is not None and seal.is_keyed:
@@ -279,12 +294,16 @@ class _FieldError(Exception):
 
 def _checked(raw: dict[str, Any]) -> Registration:
     is_goodbye = raw.get("type") == _GOODBYE
+    side = {_GOODBYE: "leaving", _OTHER_RANK: "serves"}.get(str(raw.get("type")), "type")
     return Registration(
-        type=_choice(raw, "leaving" if is_goodbye else "type", InstanceType, Cause.UNKNOWN_TYPE),
+        type=_choice(raw, side, InstanceType, Cause.UNKNOWN_TYPE),
         http_address=_address(raw, "http_address", check_http_address),
         zmq_address=_address(raw, "zmq_address", _check_zmq_address),
         dp_size=_size(raw, "dp_size"),
+        dp_rank=_dp_rank(raw),
+        dp_size_local=_size(raw, "dp_size_local", 0),
         tp_size=_size(raw, "tp_size"),
+        pp_size=_size(raw, "pp_size"),
         transfer_mode=_choice(raw, "transfer_mode", TransferMode, Cause.WRONG_VALUE),
         incarnation=_optional_text(raw, "incarnation"),
         model=_optional_text(raw, "model"),
@@ -351,6 +370,15 @@ def _size(raw: dict[str, Any], field: str, default: int = 1) -> int:
     if not default <= value <= _MAX_SIZE:
         raise _FieldError(Cause.WRONG_VALUE, field, f"{value} is not between {default} and {_MAX_SIZE}")
     return value
+
+
+def _dp_rank(raw: dict[str, Any]) -> int | None:
+    if raw.get("dp_rank") is None:
+        return None
+    rank, size = _size(raw, "dp_rank", 0), _size(raw, "dp_size")
+    if rank >= size:
+        raise _FieldError(Cause.WRONG_VALUE, "dp_rank", f"{rank} is no rank of {size}; state the true dp_size")
+    return rank
 
 
 def _flag(raw: dict[str, Any], field: str) -> bool:

@@ -1,10 +1,11 @@
 """The live instances, to which a router may send requests, and those it refused, with the reason.
 
-An instance is known by its `http_address` and type. Another incarnation, or another control address, at the same
-`http_address` claims that the process there was restarted. Any process can claim that, so a live instance keeps its address:
-the claim is granted once the earlier process has sent its goodbye or has expired; with a cluster key, where every sender is
-authenticated, as soon as the earlier process has missed a heartbeat or cannot be reached. Then whatever was known of it is
-dropped, and a late message of the earlier incarnation does not bring it back.
+An instance is known by its `http_address`, its type, and its rank where data-parallel engines share an address. Another
+incarnation, or another control address, at the same place claims that the process there was restarted. Any process can
+claim that, so a live instance keeps its address: the claim is granted once the earlier process has sent its goodbye or has
+expired; with a cluster key, where every sender is authenticated, as soon as the earlier process has missed a heartbeat or
+cannot be reached. Then whatever was known of it is dropped, and a late message of the earlier incarnation does not bring it
+back.
 
 An instance that cannot be reached although it registers is put aside for a while, longer each time, until it was reached
 again; so is one that comes and goes all the time. Silence ends it after `expire_after_s`, or after three of its own
@@ -34,7 +35,7 @@ __all__ = [
     "Standing",
 ]
 
-_Key = tuple[str, InstanceType]
+_Key = tuple[str, InstanceType, int]
 
 _FIRST_ASIDE_S = 0.5
 _LONGEST_ASIDE_S = 8.0
@@ -76,7 +77,14 @@ class Instance:
     @property
     def name(self) -> str:
         """The instance as it is named in logs and errors."""
-        return f"{self.type.word} instance {self.http_address}"
+        return f"{self.type.word} instance {self.place}"
+
+    @property
+    def place(self) -> str:
+        """Its `http_address`, with its rank where several data-parallel ranks share that and each has registered."""
+        registration = self.registration
+        is_shared = registration.dp_rank is not None and registration.ranks_here > 1
+        return f"{self.http_address} (dp rank {registration.dp_rank})" if is_shared else self.http_address
 
     @property
     def zmq_address(self) -> str:
@@ -151,6 +159,7 @@ class Standing:
     incarnation: str
     strikes: int
     aside_s: float
+    dp_rank: int = 0
 
 
 Outcome = Registered | Refreshed | Replaced | RegistrationRefused | Left
@@ -187,6 +196,8 @@ class Registry:
         self._models = _Models()
         self._refused: BoundedMap[_Key, RefusedInstance] = BoundedMap(max_refused)
         self._superseded: BoundedMap[tuple[str, str], float] = BoundedMap(max_instances)
+        self._last_held: BoundedMap[str, str] = BoundedMap(max_instances)
+        """By address: the incarnation that left or expired there last. Seen again, it is not the later one of two."""
         self._left: BoundedMap[tuple[str, str, str], float] = BoundedMap(max_instances)
         self._comings: BoundedMap[_Key, tuple[int, float]] = BoundedMap(max_instances)
         self._expired: deque[Instance] = deque(maxlen=max_instances)
@@ -258,27 +269,39 @@ class Registry:
 
     def standing(self, instance: Instance, now: float) -> Standing:
         """The strikes of an instance now, in a form that can be sent."""
-        known = self.find(instance.http_address, instance.type) or instance
+        key = _key(instance.registration)
+        with self._lock:
+            known = self._live.get(key, instance)
         aside_s = max(0.0, known.aside_until - now)
-        return Standing(known.http_address, known.type, known.registration.incarnation, known.strikes, aside_s)
+        return Standing(known.http_address, known.type, known.registration.incarnation, known.strikes, aside_s, key[2])
 
     def adopt(self, standing: Standing, now: float) -> None:
         """Take over the strikes that another process counted; nothing changes when its instance is not the one that is live."""
         with self._lock:
-            known = self._live.get((standing.http_address, standing.type))
+            key = (standing.http_address, standing.type, standing.dp_rank)
+            known = self._live.get(key)
             if known is None or known.registration.incarnation != standing.incarnation:
                 return
             strikes = min(standing.strikes, _MOST_STRIKES)
             aside_until = max(known.aside_until, now + min(standing.aside_s, _LONGEST_ASIDE_S)) if strikes else _NEVER
             fresh = replace(known, strikes=max(known.strikes, strikes) if strikes else 0, aside_until=aside_until)
-            self._live[standing.http_address, standing.type] = fresh
+            self._live[key] = fresh
             self.version += 1
 
-    def find(self, http_address: str, kind: InstanceType, now: float | None = None) -> Instance | None:
-        """The instance of that type at that address, as it was last seen. Only with `now` must it still be live."""
+    def find(self, http_address: str, kind: InstanceType, now: float | None = None, dp_rank: int = 0) -> Instance | None:
+        """The instance of that type and rank at that address, as it was last seen. Only with `now` must it still be live."""
         with self._lock:
-            known = self._live.get((http_address, kind))
+            known = self._live.get((http_address, kind, dp_rank))
             return None if known is None or (now is not None and not self._is_alive(known, now)) else known
+
+    def find_process(self, http_address: str, kind: InstanceType, incarnation: str) -> Instance | None:
+        """That very process, as it was last seen; of data-parallel engines at one address, the one that it is."""
+        with self._lock:
+            first = self._live.get((http_address, kind, 0))
+            if first is not None and first.registration.incarnation == incarnation:
+                return first
+            of_address = (i for key, i in self._live.items() if key[:2] == (http_address, kind))
+            return next((i for i in of_address if i.registration.incarnation == incarnation), None)
 
     def live(self, now: float, kind: InstanceType | None = None) -> tuple[Instance, ...]:
         """The instances that may be used, in the order they came; all, or those of one type."""
@@ -338,6 +361,7 @@ class Registry:
     def _remove(self, key: _Key) -> Instance:
         gone = self._live.pop(key)
         self._models.remove(gone.registration)
+        self._last_held[gone.http_address] = gone.registration.incarnation
         self.version += 1
         return gone
 
@@ -352,7 +376,7 @@ class Registry:
 
     def _other_processes(self, message: Registration) -> tuple[Instance, ...]:
         """The live instances at the address of `message` that are another process than its sender."""
-        found = (self._live.get((message.http_address, kind)) for kind in InstanceType)
+        found = (self._live.get((message.http_address, kind, message.dp_rank or 0)) for kind in InstanceType)
         return tuple(i for i in found if i is not None and not _is_same_process(i.registration, message))
 
     def _claim_objection(self, message: Registration, now: float) -> str | None:
@@ -385,9 +409,12 @@ class Registry:
         earlier = self._other_processes(message)
         for instance in earlier:
             self._remove(_key(instance.registration))
-            incarnation = instance.registration.incarnation
-            if incarnation and incarnation != message.incarnation:
-                self._superseded[instance.http_address, incarnation] = now
+        # Also one that had expired or left before: with its successor aside or late, its last message, late itself, would
+        # otherwise take the address back, and the successor would be refused.
+        incarnations = {instance.registration.incarnation for instance in earlier}
+        incarnations.add(self._last_held.pop(message.http_address, ""))
+        for incarnation in incarnations - {"", message.incarnation}:
+            self._superseded[message.http_address, incarnation] = now
         if message.incarnation:
             self._superseded.pop((message.http_address, message.incarnation), None)
         return earlier
@@ -495,7 +522,7 @@ class _Models:
 
 
 def _key(message: Registration) -> _Key:
-    return message.http_address, message.type
+    return message.http_address, message.type, message.dp_rank or 0
 
 
 def _aside_s(strikes: int) -> float:

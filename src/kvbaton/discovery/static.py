@@ -75,7 +75,7 @@ class StaticInstances:
 
     def _keep(self, listed: Registration, now: float) -> None:
         """What an instance registers itself takes precedence over the list."""
-        known = self._registry.find(listed.http_address, listed.type, now)
+        known = self._registry.find(listed.http_address, listed.type, now, listed.dp_rank or 0)
         outcome = self._registry.register(listed if known is None else known.registration, now, is_listed=True)
         if isinstance(outcome, RegistrationRefused) and outcome.is_new:
             name = f"{listed.type.word} instance {listed.http_address}"

@@ -41,7 +41,7 @@ class HandoffInfo:
     """What an instance states about itself in its answers, so that a target finds it."""
 
     control_address: ControlAddress
-    """Of its first data-parallel rank; each other one listens so many ports behind it."""
+    """Its own one, whichever data-parallel rank it is."""
     incarnation: Incarnation
     tp_size: int = 1
     dp_rank: int = 0
@@ -67,10 +67,9 @@ class KVTransferParams(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class SourceParams:
-    """The caller wants this instance to prefill, and another one to decode: `target`, where the request id names it."""
+    """The caller wants this instance to prefill, and another one to decode, which will connect: its address is not needed."""
 
     transfer_id: TransferId
-    target: ControlAddress | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +148,7 @@ def read_params(
     if params.do_remote_decode and params.do_remote_prefill:
         raise _bad("do_remote_prefill", "do_remote_decode and do_remote_prefill are both true; a request has one side only")
     if params.do_remote_decode:
-        return SourceParams(_transfer_id(params, make_id), _named_target(request_id))
+        return SourceParams(_transfer_id(params, make_id))
     incarnation = Incarnation(params.remote_engine_id) if params.remote_engine_id else None
     transfer_id = _transfer_id(params, None)
     source, target = _addresses(params, request_id)
@@ -206,14 +205,6 @@ def _transfer_id(params: KVTransferParams, make_id: Callable[[], TransferId] | N
     return TransferId(params.transfer_id)
 
 
-def _named_target(request_id: str | None) -> ControlAddress | None:
-    """The decode address in a request id; None where it has none: a source waits for its target to connect."""
-    try:
-        return parse_request_id(request_id)[1] if request_id else None
-    except AddressError:
-        return None
-
-
 def _addresses(params: KVTransferParams, request_id: str | None) -> tuple[ControlAddress, ControlAddress | None]:
     """The source, and the target where the request id names it."""
     stated = _body_address(params)
@@ -228,11 +219,21 @@ def _addresses(params: KVTransferParams, request_id: str | None) -> tuple[Contro
         if stated is None:
             raise _bad("remote_host", f"do_remote_prefill is true, but no source is named: {why}, and remote_host is missing")
         return stated, None
-    if stated is not None and (stated.host, stated.handshake) != (embedded.host, embedded.handshake):
-        raise _bad(
-            "remote_host", f"names the source {stated}, but X-Request-Id names {embedded}; send one of them, or equal ones"
-        )
-    return embedded, target
+    # Routers that know one address for all data-parallel ranks put that of the first one into the id.
+    of_rank = _at_dp_rank(embedded, params.remote_dp_rank or 0)
+    if stated is None:
+        return of_rank, target
+    for known in (embedded, of_rank):
+        if (stated.host, stated.handshake) == (known.host, known.handshake):
+            return known, target
+    raise _bad("remote_host", f"names the source {stated}, but X-Request-Id names {embedded}; send one of them, or equal ones")
+
+
+def _at_dp_rank(first: ControlAddress, rank: int) -> ControlAddress:
+    """Where a data-parallel rank listens: so many ports behind the first one."""
+    if not 0 <= rank <= _MAX_PORT - first.handshake:
+        raise _bad("remote_dp_rank", f"{rank} from port {first.handshake} is no port")
+    return ControlAddress.of(first.host, first.handshake + rank) if rank else first
 
 
 def _body_address(params: KVTransferParams) -> ControlAddress | None:

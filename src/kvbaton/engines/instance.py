@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from kvbaton.agent.driver import Driver
+from kvbaton.agent.rank_sets import LocalRanks
 from kvbaton.agent.sockets import ControlSockets
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits, Trust
 from kvbaton.core.addresses import ControlAddress
@@ -128,7 +129,9 @@ def open_driver(
             opened.callback(transport.close)
         card = instance_card(incarnation, model, agents.limits, [RankCard(0, layout, (transport.endpoint(),))])
         limits = limits or agents.limits
-        driver = Driver(card, layout, transport, limits, sockets, news, agents.handoff, observe, memory=region.accessor())
+        unfenced = agents.handoff.unfenced_writes
+        ranks = LocalRanks(layout, transport, limits.transfer_timeout, region.accessor(), unfenced_writes=unfenced)
+        driver = Driver(card, ranks, limits, sockets, news, agents.handoff, observe)
         opened.pop_all()
     return driver
 
@@ -167,6 +170,8 @@ def announcer_of(
     handoffs_address: str = "",
     heartbeat_s: float = DEFAULT_HEARTBEAT_S,
     shape: Shape = ONE_RANK,
+    dp_rank: int | None = None,
+    dp_size_local: int = 0,
     dispatch: Dispatch = Dispatch.HANDOFF,
     bootstrap_port: int = 0,
     is_hung: Callable[[], bool] = lambda: False,
@@ -184,7 +189,10 @@ def announcer_of(
         http_address=http_address,
         zmq_address=str(control_address),
         dp_size=shape.dp,
+        dp_rank=dp_rank,
+        dp_size_local=dp_size_local,
         tp_size=shape.tp,
+        pp_size=shape.pp,
         transfer_mode=TransferMode.of(mode),
         incarnation=incarnation,
         model=model.name,

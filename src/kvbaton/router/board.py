@@ -90,4 +90,5 @@ class Loads:
 
     def of(self, slot: int) -> int:
         """The sequences of all processes at the instance."""
-        return int(self._board.total(self._first + slot))
+        column = self._first + slot
+        return int(self._board.total(column) if self.is_shared else self._mine[column])

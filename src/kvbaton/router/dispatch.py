@@ -218,13 +218,11 @@ class Exchange:
     _has_bad_trace: bool = False
 
     def __post_init__(self) -> None:
-        self._arrived = self._dispatcher.clock()
-        self._hides = not self._dispatcher.shows_details
-        tracing, has_trace = self._dispatcher.tracing, b"traceparent" in self._request.headers
-        if has_trace or tracing is not None:
-            context = self._dispatcher.read_trace(self._request)
-            self._has_bad_trace = has_trace and context is None
-            self._span = None if tracing is None else tracing.begin(context, self._request.path)
+        dispatcher = self._dispatcher
+        self._arrived = dispatcher.clock()
+        self._hides = not dispatcher.shows_details
+        if dispatcher.tracing is not None or b"traceparent" in self._request.headers:
+            self._begin_trace()
 
     def begin(self) -> None:
         """Read the request and find it a pair."""
@@ -236,6 +234,11 @@ class Exchange:
             self._parse()
         else:
             self._scan_on(scan(body, settings.max_json_depth, settings.max_json_keys))
+
+    def _begin_trace(self) -> None:
+        tracing, context = self._dispatcher.tracing, self._dispatcher.read_trace(self._request)
+        self._has_bad_trace = context is None and b"traceparent" in self._request.headers
+        self._span = None if tracing is None else tracing.begin(context, self._request.path)
 
     def _scan_on(self, slices: Iterator[None]) -> None:
         """Look at one slice of a body, and let the event loop run before the next."""
@@ -318,18 +321,17 @@ class Exchange:
 
     def decode_streamed(self, content_type: str, piece: bytes) -> None:
         """Pass a piece of a stream on, as it came but for what clients are not shown."""
+        if self._has_begun:
+            self._last = piece = self._rewritten(piece) if self._rewrites else piece
+            self._connection.stream(piece)
+            return
         if self._rewrites:
             # All events of a stream have the same id: where that of the first is not made of the addresses, none is.
             start = piece[:_ID_BYTES]
             is_other_id = len(start) == _ID_BYTES and b'"id":"' in start and b"___" not in start
-            if is_other_id and not self._hides and not self._has_begun:
-                self._rewrites = False
-            else:
-                piece = self._rewritten(piece)
+            self._rewrites = self._hides or not is_other_id
+            piece = self._rewritten(piece) if self._rewrites else piece
         self._last = piece
-        if self._has_begun:
-            self._connection.stream(piece)
-            return
         self._has_begun = True
         self._dispatcher.metrics.see_first_byte(self._dispatcher.clock() - self._arrived)
         self._report_reached()
@@ -549,10 +551,12 @@ class Exchange:
 
     def _report_reached(self) -> None:
         """Both instances of the pair have shown that they can be reached."""
-        pair = self._pair_request.pair if self._pair_request is not None else None
-        for instance in (pair.prefill, pair.decode) if pair is not None else ():
-            if instance is not None and instance.strikes:
-                self._dispatcher.registry.report_reached(instance)
+        assert self._pair_request is not None  # noqa: S101
+        pair = self._pair_request.pair
+        if pair.decode.strikes:
+            self._dispatcher.registry.report_reached(pair.decode)
+        if pair.prefill is not None and pair.prefill.strikes:
+            self._dispatcher.registry.report_reached(pair.prefill)
 
     def _answer_failure(self, failure: Failure) -> None:
         """The failure as the client sees it: what is its own fault keeps status and body, as does whatever decode answered."""
@@ -577,10 +581,12 @@ class Exchange:
 
     def _rewritten(self, piece: bytes) -> bytes:
         """Whole lines of the stream without what clients are not shown; the rest is held until its line is complete."""
-        piece = self._held + piece
-        end = piece.rfind(_LINE_END) + 1 if len(piece) <= _MOST_HELD_BYTES else len(piece)
-        piece, self._held = piece[:end], piece[end:]
-        piece = piece.replace(self._id_prefix, b"") if self._id_prefix else piece
+        if self._held or not piece.endswith(_LINE_END):
+            piece = self._held + piece
+            end = piece.rfind(_LINE_END) + 1 if len(piece) <= _MOST_HELD_BYTES else len(piece)
+            piece, self._held = piece[:end], piece[end:]
+        if self._id_prefix:
+            piece = piece.replace(self._id_prefix, b"")
         return hide_in_events(piece) if self._hides else piece
 
     def _pass_on(self, answer: InstanceAnswer) -> None:

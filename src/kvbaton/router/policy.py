@@ -93,7 +93,7 @@ class Candidate:
     def __init__(self, instance: Instance, slot: int, load_of: Callable[[int], int]) -> None:
         self.instance = instance
         self.slot = slot
-        self.ranks = instance.registration.dp_size
+        self.ranks = instance.registration.ranks_here
         self._load_of = load_of
 
     @property
@@ -137,6 +137,8 @@ def least_from(loads: Sequence[int], turn: int) -> int:
     """
     least = min(loads)
     first = turn % len(loads)
+    if loads[first] == least:
+        return first
     return next((place for place in range(first, len(loads)) if loads[place] == least), loads.index(least))
 
 
@@ -166,24 +168,24 @@ class PrefixAffinity:
     def choose(self, request: RouteRequest, candidates: Sequence[Candidate], turn: int, /) -> Candidate:
         """The one with the best chance to have the prompt's beginning in its cache."""
         pieces = _digests(request)
-        by_address = {candidate.instance.http_address: candidate for candidate in candidates}
-        chosen = self._remembered(pieces, by_address) or _pointed_at(pieces, candidates)
+        by_place = {candidate.instance.place: candidate for candidate in candidates}
+        chosen = self._remembered(pieces, by_place) or _pointed_at(pieces, candidates)
         allowed = 4 + 1.5 * sum(candidate.load for candidate in candidates) / len(candidates)
         if chosen is None or chosen.load > allowed:
             chosen = LeastLoaded().choose(request, candidates, turn)
-        self._remember(pieces, chosen.instance.http_address)
+        self._remember(pieces, chosen.instance.place)
         return chosen
 
-    def _remembered(self, pieces: Sequence[int], by_address: Mapping[str, Candidate]) -> Candidate | None:
+    def _remembered(self, pieces: Sequence[int], by_place: Mapping[str, Candidate]) -> Candidate | None:
         for piece in reversed(pieces):
-            candidate = by_address.get(self._served.get(piece, ""))
+            candidate = by_place.get(self._served.get(piece, ""))
             if candidate is not None:
                 return candidate
         return None
 
-    def _remember(self, pieces: Sequence[int], address: str) -> None:
+    def _remember(self, pieces: Sequence[int], place: str) -> None:
         for piece in pieces:
-            self._served[piece] = address
+            self._served[piece] = place
             self._served.move_to_end(piece)
         while len(self._served) > self._known_pieces:
             self._served.popitem(last=False)
@@ -215,7 +217,7 @@ def _pointed_at(pieces: Sequence[int], candidates: Sequence[Candidate]) -> Candi
     if not pieces:
         return None
     first = b"%d " % pieces[0]
-    return max(candidates, key=lambda candidate: zlib.crc32(first + candidate.instance.http_address.encode()))
+    return max(candidates, key=lambda candidate: zlib.crc32(first + candidate.instance.place.encode()))
 
 
 def pools_of(live: Sequence[Instance]) -> list[Pool]:

@@ -118,8 +118,8 @@ class RoutedTransfers:
         key = self._slots.key_of(slot)
         if key is None or _digest(key) != digest:
             key = ("forgotten", str(kind), "")
-        known = self._registry.find(key[0], kind)
-        if known is not None and known.registration.incarnation == key[2]:
+        known = self._registry.find_process(key[0], kind, key[2])
+        if known is not None:
             return known
         mode = TransferMode.WRITE
         return Instance(

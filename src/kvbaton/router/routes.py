@@ -38,7 +38,8 @@ _MODELS_BYTES = 4 * 1024 * 1024
 _RETRY_AFTER = {"Retry-After": "2"}
 _OPEN_TO_ALL = frozenset(("/health", "/ready", "/readiness", "/metrics", "/"))
 _DESCRIBED = (
-    "type", "http_address", "zmq_address", "dp_size", "tp_size", "transfer_mode", "model", "fingerprint", "incarnation",
+    "type", "http_address", "zmq_address", "dp_size", "dp_rank", "tp_size", "pp_size", "transfer_mode", "model", "fingerprint",
+    "incarnation",
 )  # fmt: skip
 
 Page = Callable[[HttpRequest], Response | Awaitable[Response]]

@@ -64,6 +64,9 @@ def test_one_rank_is_lost(pair: Pair, side: str, how: str, which: str) -> None:
         scene = Scene(client, seed)
         await scene.begin(*STAGES)
         os.kill(ranks[RANKS[which]], SIGNALS[how])
+        await asyncio.to_thread(wait_until, lambda: not ending.has_engine(), f"vLLM's engine to end without the {which}", 120)
+        # vLLM's API may wait for clients whose requests get no answer any more.
+        await scene.leave(20.0)
         await asyncio.to_thread(wait_until, lambda: not ending.is_alive(), f"vLLM to end without the {which}", 120)
         await scene.assert_no_wrong_answer()
         await assert_goes_on(client, survivor, seed)

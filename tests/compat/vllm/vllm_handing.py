@@ -138,6 +138,23 @@ class Client:
         finally:
             await asyncio.gather(prefill, return_exceptions=True)
 
+    async def alone_with(self, prompt: Sequence[int], fields: dict[str, Any]) -> list[str]:
+        """The texts of a request with more fields, from the single server."""
+        return await self._texts(self.pair.single.url, self._body(prompt, 8) | fields, {})
+
+    async def hand_off_with(self, prompt: Sequence[int], fields: dict[str, Any]) -> list[str]:
+        """The texts of a whole request with more fields. Both halves have them, as a router sends them."""
+        transfer_id, headers = f"tx-{uuid.uuid4().hex}", {"X-Request-Id": self.header()}
+        source = self._source_body(prompt, transfer_id, 1) | fields | {"max_tokens": 1}
+        target = self._target_body(prompt, transfer_id, 8, None) | fields
+        prefill = asyncio.create_task(self._texts(self.pair.prefill.url, source, headers))
+        if self.pair.mode is Mode.PULL:
+            await prefill
+        try:
+            return await self._texts(self.pair.decode.url, target, headers)
+        finally:
+            await asyncio.gather(prefill, return_exceptions=True)
+
     async def assert_serves(self, *prompts: Sequence[int], tokens: int = 8) -> None:
         """Hand these over now, all at once, and compare each answer with that of the single server."""
         given = await asyncio.gather(*(self.hand_off(prompt, tokens) for prompt in prompts))
@@ -197,6 +214,12 @@ class Client:
                 return _given(await response.json())
         except aiohttp.ClientError as error:
             raise PeerError(f"{url}: {error!r}") from error
+
+    async def _texts(self, url: str, body: dict[str, Any], headers: dict[str, str]) -> list[str]:
+        async with self._session.post(f"{url}/v1/completions", json=body, headers=headers) as response:
+            if response.status != 200:
+                raise PeerError(f"HTTP {response.status}: {(await response.text())[:500]}")
+            return [choice["text"] for choice in (await response.json())["choices"]]
 
     async def _stream(self, url: str, body: dict[str, Any], header: str, begun: asyncio.Event) -> None:
         try:

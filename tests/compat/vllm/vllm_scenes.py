@@ -101,8 +101,9 @@ class Scene:
     def _count(self, stage: Stage) -> int:
         return sum(line.startswith(f"{stage.kind} ") for line in self.pair.server(stage.noted_by).held())
 
-    async def leave(self) -> None:
-        """Every client goes away."""
+    async def leave(self, after_s: float = 0.0) -> None:
+        """Every client that has no answer by then goes away."""
+        await asyncio.wait(self.tasks.values(), timeout=after_s)
         for task in self.tasks.values():
             task.cancel()
         await asyncio.wait(self.tasks.values(), timeout=60)

@@ -75,6 +75,8 @@ class ServerSpec:
     model: str = MODEL
     shape: str = "tp1"
     forks: bool = False
+    beside: tuple[dict[str, Any], ...] = ()
+    """Other connectors, which a `MultiConnector` has beside ours."""
 
 
 class Server:
@@ -113,6 +115,11 @@ class Server:
         """The process ids of its workers, in the order of their ranks; of one rank, that of the only worker."""
         found = {command_line(each): each for each in descendants(self._fleet.pid(self.name))}
         return [pid for name, pid in sorted(found.items()) if name.startswith("VLLM::Worker")]
+
+    def has_engine(self) -> bool:
+        """Whether any process of its engine is left."""
+        pid = self._fleet.pid(self.name)
+        return is_running(pid) and any(command_line(each).startswith("VLLM::") for each in descendants(pid))
 
     def ask_to_end(self) -> None:
         """Send SIGTERM to the server alone, as a service manager does, and wait until its engine is gone."""
@@ -256,6 +263,10 @@ def _server(spec: ServerSpec, prepared: VllmServers, ports: PortPicker, hold: Pa
             config |= {"kv_connector": "HeldConnector", "kv_connector_module_path": "held_connector"}
         if spec.kv_role:
             config["kv_role"] = spec.kv_role
+        if spec.beside:
+            common = {name: config[name] for name in ("kv_role", "kv_load_failure_policy")}
+            parts = {"connectors": [config, *({**common, **each} for each in spec.beside)]}
+            config = {**common, "kv_connector": "MultiConnector", "kv_connector_extra_config": parts}
         command[at] = json.dumps(config)
     inside = [str(_INSIDE), *([str(FORKING)] if spec.forks else [])]
     path = os.pathsep.join((part.environment["PYTHONPATH"], *inside))

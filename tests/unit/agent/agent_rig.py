@@ -303,6 +303,8 @@ class Net:
         self.letters: list[Letter] = []
         self.nodes: dict[ControlAddress, Node] = {}
         self.dead: set[int] = set()
+        self.loses: Callable[[Message], bool] = lambda _message: False
+        """Which messages never arrive."""
 
     def add(
         self,
@@ -324,6 +326,8 @@ class Net:
         if node is None:
             return
         envelope = decode(letter.frame)
+        if self.loses(envelope.message):
+            return
         node.routes[envelope.sender] = letter.sender
         node.coordinator.on_frame(envelope, letter.sender if letter.sender in node.dialled else None)
         node.settle()

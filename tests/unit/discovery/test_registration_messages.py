@@ -70,6 +70,20 @@ def test_where_hand_offs_are_reported_comes_back_and_must_be_an_address() -> Non
     assert decode_bad({**VERBATIM, "handoffs_address": 7}).field == "handoffs_address"
 
 
+def test_another_data_parallel_rank_has_a_type_of_its_own_so_that_no_other_router_takes_it_for_the_first() -> None:
+    sizes = {"dp_size": 2, "tp_size": 4, "pp_size": 3}
+    for rank, local, kind in ((0, 0, "P"), (1, 0, "RANK"), (1, 1, "P")):
+        ours = decode({**VERBATIM, **sizes, "dp_rank": rank, "dp_size_local": local})
+        assert isinstance(ours, Registration)
+        assert (ours.dp_rank, ours.dp_size, ours.tp_size, ours.pp_size) == (rank, 2, 4, 3)
+        sent = msgspec.msgpack.decode(encode_registration(ours))
+        assert sent["type"] == kind
+        assert decode(sent) == ours
+        goodbye = decode_registration(encode_registration(msgspec.structs.replace(ours, bye=True)))
+        assert goodbye == msgspec.structs.replace(ours, bye=True)
+    assert decode_bad({**VERBATIM, "dp_size": 2, "dp_rank": 2}).field == "dp_rank"
+
+
 def test_a_goodbye_has_a_type_of_its_own_so_that_no_other_router_takes_it_for_a_heartbeat() -> None:
     ours = decode({**VERBATIM, "incarnation": "i1"})
     assert isinstance(ours, Registration)

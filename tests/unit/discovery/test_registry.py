@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,6 +60,31 @@ def test_two_lost_heartbeats_do_not_drop_an_instance() -> None:
     registry = Registry()
     registry.register(message(), 0.0)
     assert addresses(registry, 3 * 1.5) != []
+
+
+def test_data_parallel_ranks_share_an_address_and_live_and_leave_by_themselves() -> None:
+    registry = Registry()
+    ranks = [
+        msgspec.structs.replace(message(control=6301 + rank, incarnation=f"i{rank}"), dp_size=2, dp_rank=rank)
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        assert isinstance(registry.register(rank, 0.0), Registered)
+        assert isinstance(registry.register(rank, 1.0), Refreshed)
+    assert [i.registration.dp_rank for i in registry.live(1.0)] == [0, 1]
+    thief = msgspec.structs.replace(ranks[1], incarnation="thief")
+    assert isinstance(registry.register(thief, 1.0), RegistrationRefused)
+    found = registry.find_process("127.0.0.1:8101", InstanceType.PREFILL, "i1")
+    assert found is not None
+    assert found.name == "prefill instance 127.0.0.1:8101 (dp rank 1)"
+    registry.report_lost(found, 1.0)
+    other = Registry()
+    for rank in ranks:
+        other.register(rank, 1.0)
+    other.adopt(registry.standing(found, 1.0), 1.0)
+    assert [i.strikes for i in other.live(1.0)] == [0, 1]
+    registry.register(msgspec.structs.replace(ranks[1], bye=True), 2.0)
+    assert [i.registration.dp_rank for i in registry.live(2.0)] == [0]
 
 
 LATE = 4.0
@@ -125,6 +151,18 @@ class TestClaims:
         registry.register(message(incarnation="two", bye=True), LATE + 1.0)
         assert isinstance(registry.register(message(incarnation="one"), LATE + 29.0), RegistrationRefused)
         assert isinstance(registry.register(message(incarnation="one"), LATE + 31.0), Registered)
+
+    @pytest.mark.parametrize("leaves", [False, True], ids=["expired", "left"])
+    def test_a_late_message_of_a_process_that_was_gone_before_does_not_take_the_address_back(self, leaves: bool) -> None:
+        registry = Registry(is_keyed=True)
+        registry.register(message(incarnation="one"), 0.0)
+        if leaves:
+            registry.register(message(incarnation="one", bye=True), 1.0)
+        assert isinstance(registry.register(message(incarnation="two"), 20.0), Registered)
+        registry.report_lost(registry.live(20.1)[0], 20.1)
+        assert isinstance(registry.register(message(incarnation="one"), 20.2), RegistrationRefused)
+        assert not isinstance(registry.register(message(incarnation="two"), 21.0), RegistrationRefused)
+        assert [i.registration.incarnation for i in registry.live(21.0)] == ["two"]
 
     def test_what_another_registry_has_decided_is_followed(self) -> None:
         registry = Registry()

@@ -213,6 +213,26 @@ def test_every_data_parallel_rank_is_used_alike() -> None:
     assert set(loads.values()) == {8}
 
 
+def test_data_parallel_ranks_that_register_themselves_are_instances_of_their_own() -> None:
+    """They share an HTTP address; each has a control address of its own, and a request names the rank."""
+    (first,) = registrations(DECODE, 1, WRITE, dp_size=2, dp_rank=0, incarnation="one")
+    address = "host:127.0.0.1,handshake:7777,notify:7777"
+    second = msgspec.structs.replace(first, dp_rank=1, zmq_address=address, incarnation="two")
+    pairs = take(chooser(*registrations(PREFILL, 1, WRITE), first, second), 8)
+    targets = Counter((p.decode.http_address, p.decode.zmq_address, p.decode_dp_rank) for p in pairs)
+    assert targets == {(first.http_address, first.zmq_address, 0): 4, (first.http_address, address, 1): 4}
+
+
+def test_a_rank_with_an_api_of_its_own_is_not_named() -> None:
+    """vLLM refuses a rank in the header there: its API has one engine, whichever rank that is."""
+    live = [
+        msgspec.structs.replace(each, dp_rank=rank, dp_size=2, dp_size_local=1)
+        for rank, each in enumerate(registrations(DECODE, 2, WRITE))
+    ]
+    pairs = take(chooser(*registrations(PREFILL, 1, WRITE), *live), 8)
+    assert {(p.decode.http_address, p.decode_dp_rank) for p in pairs} == {(each.http_address, None) for each in live}
+
+
 def test_a_rank_is_only_named_where_there_is_a_choice() -> None:
     (pair,) = take(chooser(*registrations(PREFILL, 1), *registrations(DECODE, 1)), 1)
     assert (pair.prefill_dp_rank, pair.decode_dp_rank) == (None, None)

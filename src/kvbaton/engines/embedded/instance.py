@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvbaton.agent.driver import RanksDriver
+from kvbaton.agent.driver import Driver
 from kvbaton.agent.sockets import ControlSockets
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits, Trust
 from kvbaton.core.addresses import ControlAddress, in_url
@@ -86,7 +86,7 @@ class _EmbeddedInstance:
         card = msgspec.structs.replace(card, ranks=without(card.ranks, settings.lacks))
         self.timelines = Timelines(InstanceInfo(settings.role, settings.http_address, incarnation))
         observe = self.timelines.note
-        self.driver = RanksDriver(card, backend.ranks, settings.limits, sockets, self._wake, settings.handoff, observe)
+        self.driver = Driver(card, backend.ranks, settings.limits, sockets, self._wake, settings.handoff, observe)
         self.engine = Engine(backend.loaded, backend.cache, self.driver, settings.engine, observe=observe)
         parts.callback(self.driver.close)
         parts.callback(self.engine.close)

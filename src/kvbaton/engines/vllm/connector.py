@@ -35,7 +35,7 @@ from kvbaton.engines.vllm.orders import StepOrders, StepReport
 from kvbaton.engines.vllm.rank_links import T
 from kvbaton.engines.vllm.requests import HandoffInfo, SourceCheck
 from kvbaton.engines.vllm.scheduler_half import Computing, Room, SchedulerHalf
-from kvbaton.engines.vllm.settings import ConnectorSettings, parse_settings
+from kvbaton.engines.vllm.settings import ConnectorSettings, DpPlace, parse_settings
 from kvbaton.engines.vllm.specs import CutFacts, layer_specs, token_counts
 from kvbaton.engines.vllm.tensors import RegisteredCache, read_tensors
 from kvbaton.engines.vllm.worker_half import WorkerHalf
@@ -87,7 +87,9 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
         _log_with_vllm()
         self._settings = self.read_settings(self._kv_transfer_config.kv_connector_extra_config or {})
         _check_shape(vllm_config)
-        self._settings, self._dp_rank = _dp_place(vllm_config, self._settings)
+        self._dp = _dp_place(vllm_config, self._settings)
+        if not self._dp.is_external:
+            self._settings = msgspec.structs.replace(self._settings, dp_size=self._dp.size).of_dp_rank(self._dp.rank)
         is_producer, is_consumer = self._kv_transfer_config.is_kv_producer, self._kv_transfer_config.is_kv_consumer
         self._serving_role = _serving_role(is_producer, is_consumer)  # `_role` is that of the base class: worker or scheduler.
         if self._serving_role == "both" and self._settings.routers:
@@ -125,7 +127,7 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
         device = device_of(kv_caches.values(), (platform.machine(), torch.backends.cpu.get_cpu_capability()))
         cache = RegisteredCache(read_tensors(kv_caches), specs, device)
         model = _model(self._vllm_config, device)
-        instance = self.instance_class(self._settings, cache, model, self._serving_role, exchange, self._dp_rank)
+        instance = self.instance_class(self._settings, cache, model, self._serving_role, exchange, self._dp)
         self._layer_index = instance.caches.numbers
         self._instance = instance
         instance.start()
@@ -310,19 +312,16 @@ def _check_shape(vllm_config: Any) -> None:
         raise ConfigError("enable_return_routed_experts is true; the experts of a prompt that was handed over are not known")
 
 
-def _dp_place(vllm_config: Any, settings: ConnectorSettings) -> tuple[ConnectorSettings, int]:
-    """The settings and the data-parallel rank of this engine. vLLM forgets how many there are where they are independent.
+def _dp_place(vllm_config: Any, settings: ConnectorSettings) -> DpPlace:
+    """Which data-parallel engine this is. vLLM forgets how many there are where they are independent (models without experts).
 
-    With external balancing each rank is a server of its own, with an API, ports and settings of its own.
+    With external balancing the number is needed for the registration only; without it the engine registers as one by itself.
     """
     parallel = vllm_config.parallel_config
-    if getattr(parallel, "data_parallel_external_lb", False):
-        return msgspec.structs.replace(settings, dp_size=1), 0
+    is_external = bool(getattr(parallel, "data_parallel_external_lb", False))
     size = parallel.data_parallel_size if parallel.data_parallel_size > 1 else settings.dp_size
-    settings = msgspec.structs.replace(settings, dp_size=size)
     rank = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
-    settings.of_dp_rank(rank)
-    return settings, rank
+    return DpPlace(is_external=True) if is_external and rank >= size else DpPlace(size, rank, is_external)
 
 
 def _shape(vllm_config: Any) -> Shape:

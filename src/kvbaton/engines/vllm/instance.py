@@ -14,7 +14,7 @@ from functools import partial
 import msgspec
 
 from kvbaton.agent.channel import Channel, channel_pair
-from kvbaton.agent.driver import RanksDriver
+from kvbaton.agent.driver import Driver
 from kvbaton.agent.engine_port import HandoffPort
 from kvbaton.agent.rank import RankControls
 from kvbaton.agent.rank_sets import LocalRanks, RankLoop, RankSet, RemoteRanks
@@ -25,7 +25,7 @@ from kvbaton.core.handoff import Incarnation
 from kvbaton.core.timeline import no_observer
 from kvbaton.engines.base import Role
 from kvbaton.engines.instance import LateAnnouncer, ModelIdentity, announcer_of, instance_card, new_incarnation
-from kvbaton.engines.vllm.computed_spans import ComputedSpans
+from kvbaton.engines.vllm.computed_spans import ComputedSpans, LayerGroups
 from kvbaton.engines.vllm.controls import share_filter
 from kvbaton.engines.vllm.device import GatedPort
 from kvbaton.engines.vllm.rank_links import (
@@ -38,7 +38,7 @@ from kvbaton.engines.vllm.rank_links import (
     check_one_host,
 )
 from kvbaton.engines.vllm.requests import HandoffInfo
-from kvbaton.engines.vllm.settings import DRAFTS, ConnectorSettings
+from kvbaton.engines.vllm.settings import DRAFTS, ConnectorSettings, DpPlace
 from kvbaton.engines.vllm.tensors import InstanceCaches, RankCaches, RegisteredCache, instance_caches
 from kvbaton.engines.vllm.worker_half import Finished, FollowerHalf, WorkerHalf
 from kvbaton.observe.handoffs_server import HandoffsServer
@@ -73,11 +73,10 @@ class WorkerInstance:
         model: ModelIdentity,
         role: Role,
         exchange: RankExchange | None = None,
-        dp_rank: int = 0,
+        dp: DpPlace = DpPlace(),  # noqa: B008 - frozen
     ) -> None:
-        self._base, settings = settings, settings.of_dp_rank(dp_rank)
         self._settings = settings
-        self._dp_rank = dp_rank
+        self._dp = dp
         self._cache = cache
         exchange = exchange or OneRank()
         self._shape, self._rank = exchange.shape, exchange.rank
@@ -87,8 +86,8 @@ class WorkerInstance:
         self._incarnation = described[0].incarnation
         has_drafts = settings.draft == DRAFTS[0]
         self.caches: InstanceCaches = instance_caches(exchange.shape, [each.caches for each in described], has_drafts)
-        self.info = HandoffInfo(self._base.control_address, self._incarnation, self._shape.tp, dp_rank)
-        self.driver: RanksDriver | None = None
+        self.info = HandoffInfo(settings.control_address, self._incarnation, self._shape.tp, dp.rank)
+        self.driver: Driver | None = None
         self._loop: RankLoop | None = None
         self._port: HandoffPort | None = None
         self._links: FirstRankLinks | RankLinks | None = None
@@ -117,7 +116,7 @@ class WorkerInstance:
     def _open_other_rank(self, transport: Transport) -> None:
         self._links = links = RankLinks(self._incarnation, self._rank)
         self._loop = self._rank_loop(transport, links.agent)
-        self.half = FollowerHalf(links, self.caches.layouts[self._rank].layers)
+        self.half = FollowerHalf(links, LayerGroups(self.caches.layouts[self._rank]))
 
     def _open_first_rank(self, transport: Transport, cards: list[RankCard], model: ModelIdentity, role: Role) -> None:
         settings = self._settings
@@ -132,7 +131,7 @@ class WorkerInstance:
             news = threading.Event()
             card = instance_card(self._incarnation, model, settings.limits, cards, self._shape)
             limits = self.agent_limits(settings)
-            self.driver = driver = RanksDriver(card, ranks, limits, sockets, news.set, settings.handoff, observe)
+            self.driver = driver = Driver(card, ranks, limits, sockets, news.set, settings.handoff, observe)
             opened.pop_all()
         holders = {layer: self._shape.tp for layout in self.caches.layouts for layer in layout.layers}
         self._port = port = self._cache.device.port(driver, news.set)
@@ -140,7 +139,7 @@ class WorkerInstance:
         self.half = WorkerHalf(
             port,
             spans,
-            self.caches.layouts[0].layers,
+            LayerGroups(self.caches.layouts[0]),
             news,
             settings.stop_timeout,
             driver.poison if settings.poison else None,
@@ -191,25 +190,23 @@ class WorkerInstance:
         return RankControls(poison, share_filter(self._settings.drop, self.caches))
 
     def _make_announcer(self, model: ModelIdentity, role: Role) -> LateAnnouncer | None:
-        """Routers learn of an instance once, with the address of its first data-parallel rank."""
-        settings = self._settings
-        announcer = (
-            None
-            if self._dp_rank
-            else announcer_of(
-                role=role,
-                http_address=settings.http_address,
-                control_address=settings.control_address,
-                mode=settings.mode,
-                incarnation=self._incarnation,
-                model=model,
-                routers=settings.routers,
-                is_used=self.is_used,
-                cluster_key=settings.trust().key,
-                handoffs_address=settings.handoffs_address,
-                heartbeat_s=settings.heartbeat_s,
-                shape=msgspec.structs.replace(self._shape, dp=settings.dp_size),
-            )
+        """Every data-parallel engine registers itself: it has an incarnation, an address and hand-offs of its own."""
+        settings, dp = self._settings, self._dp
+        announcer = announcer_of(
+            role=role,
+            http_address=settings.http_address,
+            control_address=settings.control_address,
+            mode=settings.mode,
+            incarnation=self._incarnation,
+            model=model,
+            routers=settings.routers,
+            is_used=self.is_used,
+            cluster_key=settings.trust().key,
+            handoffs_address=settings.handoffs_address,
+            heartbeat_s=settings.heartbeat_s,
+            shape=msgspec.structs.replace(self._shape, dp=dp.size),
+            dp_rank=dp.rank if dp.size > 1 else None,
+            dp_size_local=1 if dp.is_external else 0,
         )
         return None if announcer is None else LateAnnouncer(announcer, settings.http_address)
 

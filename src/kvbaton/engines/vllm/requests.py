@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import msgspec
 
 from kvbaton.agent.engine_port import SourceRequest
-from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.handoff import MAX_TRANSFER_ID, HandoffKey, Mode, TransferId, key_problem
 from kvbaton.engines.handoff_params import (
@@ -52,8 +51,6 @@ _RANDOM = re.compile(r"-[0-9a-f]{8}\Z")
 _RENDERED = "generate-tokens-"
 _MAX_TOGETHER = 4096
 _MAX_REMEMBERED = 4096
-
-_MAX_PORT = 65535
 
 
 class EngineRequest(Protocol):
@@ -147,20 +144,9 @@ def read_handoff(
     if problem:
         return RequestedHandoff(None, problem=problem)
     if isinstance(asked, TargetParams):
-        source = _of_dp_rank(asked.source, given.remote_dp_rank or 0)
-        if source is None:
-            problem = f"kv_transfer_params.remote_dp_rank: {given.remote_dp_rank} from port {asked.source.handshake} is no port"
-            return RequestedHandoff(None, problem=problem)
-        wanted = SourceRequest(key, prompt_digest(request), source, asked.source_incarnation, mode)
+        wanted = SourceRequest(key, prompt_digest(request), asked.source, asked.source_incarnation, mode)
         return RequestedHandoff(key, wanted=wanted)
     return RequestedHandoff(key, source=asked)
-
-
-def _of_dp_rank(first: ControlAddress, rank: int) -> ControlAddress | None:
-    """Where a data-parallel rank of a source listens, if there can be one; callers name the address of the first one."""
-    if rank < 0 or first.handshake + rank > _MAX_PORT:
-        return None
-    return ControlAddress.of(first.host, first.handshake + rank) if rank else first
 
 
 def named(request: EngineRequest) -> str:

@@ -18,7 +18,7 @@ from kvbaton.engines.instance import AgentSettings
 from kvbaton.engines.vllm.controls import DROPS
 from kvbaton.errors import ConfigError
 
-__all__ = ["ConnectorSettings", "parse_settings"]
+__all__ = ["ConnectorSettings", "DpPlace", "parse_settings"]
 
 _WHERE = "kv_connector_extra_config"
 DRAFTS = ("refuse", "target computes")
@@ -51,6 +51,14 @@ _ELSEWHERE = {
     "enforce_handshake_compat": "peers that do not fit are always refused; leave it out",
     "cluster_key": f"{_WHERE} can be read by every user: give cluster_key_file, or set KVBATON_CLUSTER_KEY",
 }
+
+
+class DpPlace(msgspec.Struct, frozen=True):
+    """Which of how many data-parallel engines this is; with external balancing each has an API and settings of its own."""
+
+    size: int = 1
+    rank: int = 0
+    is_external: bool = False
 
 
 class ConnectorSettings(HostedSettings, frozen=True, kw_only=True):

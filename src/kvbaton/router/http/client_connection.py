@@ -297,7 +297,7 @@ class ClientConnection(asyncio.Protocol):
     def stream(self, piece: bytes) -> None:
         """Send more of a begun answer."""
         if self._transport is not None and self._request is not None and piece:
-            self._write(piece if self._request.is_http_1_0 else b"%x\r\n%b\r\n" % (len(piece), piece))
+            self._transport.write(piece if self._request.is_http_1_0 else b"%x\r\n%b\r\n" % (len(piece), piece))
 
     def end_stream(self, *, is_whole: bool = True) -> None:
         """End a begun answer; one that is not whole also ends the connection."""

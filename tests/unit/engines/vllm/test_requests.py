@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 from vllm_rig import EXTERNAL_ID, Request, Rig, source_params, target_params
 
-from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.addresses import ControlAddress, make_request_id
 from kvbaton.core.handoff import Incarnation, Mode, TransferId
 from kvbaton.engines.vllm.requests import (
     AutomaticIds,
@@ -183,24 +183,37 @@ def test_what_makes_two_caches_different_is_in_the_digest(field: str) -> None:
     assert len(digests) == 3
 
 
-def test_a_target_dials_the_rank_that_holds_the_cache() -> None:
-    params = {**target_params(), "remote_host": "127.0.0.1", "remote_port": 7001, "remote_dp_rank": 3}
-    requested = read_handoff(Request(params, request_id="cmpl-x-0"), Mode.PUSH, AutomaticIds())
+@pytest.mark.parametrize(
+    ("named", "stated", "dialled"),
+    [(7001, None, 7004), (7001, 7004, 7004), (7004, 7004, 7004), (None, 7004, 7004)],
+    ids=["one address for all ranks", "and the answer of the rank", "an address per rank", "the answer alone"],
+)
+def test_a_target_dials_the_rank_that_holds_the_cache(named: int | None, stated: int | None, dialled: int) -> None:
+    params = {**target_params(), "remote_dp_rank": 3}
+    if stated is not None:
+        params |= {"remote_host": "127.0.0.1", "remote_port": stated}
+    request_id = "x" if named is None else id_with(named)
+    requested = read_handoff(Request(params, request_id=f"cmpl-{request_id}-0"), Mode.PUSH, AutomaticIds())
     assert requested is not None
     assert requested.wanted is not None
-    assert requested.wanted.source == ControlAddress.of("127.0.0.1", 7004)
+    assert requested.wanted.source == ControlAddress.of("127.0.0.1", dialled)
+
+
+def id_with(port: int) -> str:
+    """A request id that names this control port of a source."""
+    return make_request_id(str(ControlAddress.of("127.0.0.1", port)), str(ControlAddress.of("127.0.0.1", 7200)), "0" * 32)
 
 
 @pytest.mark.parametrize("rank", [-1, 65535 - 7000, 1 << 40])
 def test_a_rank_that_can_have_no_port_is_refused_by_name(rank: int) -> None:
-    params = {**target_params(), "remote_host": "127.0.0.1", "remote_port": 7001, "remote_dp_rank": rank}
-    requested = read_handoff(Request(params, request_id="cmpl-x-0"), Mode.PUSH, AutomaticIds())
+    params = {**target_params(), "remote_dp_rank": rank}
+    requested = read_handoff(Request(params, request_id=f"cmpl-{id_with(7001)}-0"), Mode.PUSH, AutomaticIds())
     assert requested is not None
     assert "remote_dp_rank" in requested.problem
     assert str(rank) in requested.problem
 
 
-def test_an_answer_names_the_first_rank_and_the_number_of_its_own() -> None:
+def test_an_answer_names_the_address_and_the_number_of_its_own_rank() -> None:
     info = HandoffInfo(ControlAddress.of("127.0.0.1", 7001), Incarnation("p1"), tp_size=2, dp_rank=3)
     answer = answer_params(SourceParams(TransferId("tx")), info)
     assert (answer["remote_port"], answer["remote_dp_rank"], answer["tp_size"]) == (7001, 3, 2)
