@@ -186,7 +186,7 @@ class Load:
 
 
 def scale_up_and_down(running: Served, load: Load, requests: int) -> None:
-    """Many clients until there were three instances of each kind, then one and a stream until there is one of each again."""
+    """Many clients until there were three instances of each kind, then one and two streams until there is one of each again."""
 
     def has_grown() -> bool:
         running.live()
@@ -195,7 +195,7 @@ def scale_up_and_down(running: Served, load: Load, requests: int) -> None:
     def has_shrunk() -> bool:
         return len(running.live()) == 2 and load.answered >= requests
 
-    for clients, streams, is_done in ((CLIENTS, 2, has_grown), (1, 1, has_shrunk)):
+    for clients, streams, is_done in ((CLIENTS, 2, has_grown), (1, 2, has_shrunk)):
         stop = threading.Event()
         asking = threading.Thread(target=load.run, args=(clients, streams, stop.is_set), daemon=True)
         asking.start()
@@ -223,7 +223,7 @@ def test_the_same_load_notices_replicas_that_do_not_drain(port: int, expected: d
     with served(port, RaySettings("tiny", prefill=PREFILL, decode=DECODE, drain_timeout_s=0)) as running:
         load = Load(running.client, expected)
         scale_up_and_down(running, load, 0)
-        assert load.lost
+        assert load.lost or load.wrong
 
 
 def test_the_same_load_notices_caches_that_do_not_arrive(port: int, expected: dict[str, str]) -> None:
