@@ -15,6 +15,7 @@ from watching import wait_until
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.sampled(1, group="page"),
     pytest.mark.skipif(find_browser() is None, reason="no Chromium here; on Debian: apt-get install chromium"),
 ]
 

@@ -174,6 +174,7 @@ def test_every_answer_is_the_same_over_other_links(delay_s: float, loss: float) 
         assert document["handed_off"] == _REQUESTS
 
 
+@pytest.mark.sampled(1, group="several hosts")
 @pytest.mark.parametrize("mode", ["push", "pull"])
 def test_a_cut_of_five_seconds_loses_no_request(mode: str) -> None:
     with deployment() as made:
@@ -201,6 +202,7 @@ def test_a_cut_of_five_seconds_loses_no_request(mode: str) -> None:
         assert (code, document["problems"], document["handed_off"]) == (0, [], _REQUESTS)
 
 
+@pytest.mark.sampled(1, group="several hosts")
 @pytest.mark.parametrize("mode", ["push", "pull"])
 def test_a_cut_longer_than_every_deadline_ends_the_request_and_frees_both_sides(mode: str) -> None:
     with deployment() as made:
@@ -216,6 +218,7 @@ def test_a_cut_longer_than_every_deadline_ends_the_request_and_frees_both_sides(
         assert (code, document["problems"], document["handed_off"]) == (0, [], _REQUESTS)
 
 
+@pytest.mark.sampled(1, group="several hosts")
 def test_a_router_that_moves_to_another_host_gets_its_instances_back() -> None:
     with deployment() as made:
         made.start("push")

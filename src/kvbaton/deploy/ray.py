@@ -159,7 +159,8 @@ def serve_until_interrupted(settings: RaySettings, host: str, port: int, ready: 
     import ray
     from ray import serve
 
-    given = {} if os.environ.get("RAY_ADDRESS") else {"_node_ip_address": _OWN_NODE, "include_dashboard": False}
+    new = {"address": "local", "_node_ip_address": _OWN_NODE, "include_dashboard": False}
+    given = {} if os.environ.get("RAY_ADDRESS") else new
     ray.init(log_to_driver=False, logging_level=logging.WARNING, **given)
     try:
         serve.start(http_options={"host": host, "port": port})
