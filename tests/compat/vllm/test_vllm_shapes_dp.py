@@ -32,7 +32,8 @@ from watching import wait_until
 
 pytestmark = [pytest.mark.vllm_shapes, pytest.mark.timeout(1800)]
 
-SMALL = "small-llama"
+MODELS = {"internal": "small-llama", "external": "small-gptoss"}
+"""vLLM balances models without experts by itself only; for those outside, it wants servers that know nothing of each other."""
 RANKS = 2
 _DELIVERED = re.compile(
     r'^vllm:kvbaton_handoffs_total\{(?=[^}]*outcome="delivered")[^}]*engine="(\d+)"[^}]*\} (\S+)$', re.MULTILINE
@@ -83,12 +84,13 @@ def singles() -> Iterator[Singles]:
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(case))
 def stand(request: pytest.FixtureRequest, singles: Singles) -> Iterator[DpStand]:
     side, balancing, mode = request.param
+    model = MODELS[balancing]
     ports = PortPicker()
     router_port, discovery_port = ports.pick(), ports.pick()
     specs = []
     for role in ("prefill", "decode"):
         settings: dict[str, Any] = {**LIMITS, "allow": []}
-        common = {"mode": mode, "routers": (f"127.0.0.1:{discovery_port}",), "holds": True, "model": SMALL, "forks": True}
+        common = {"mode": mode, "routers": (f"127.0.0.1:{discovery_port}",), "holds": True, "model": model, "forks": True}
         if role != side:
             specs.append(ServerSpec(role, role, settings=settings, **common))
         elif balancing == "internal":
@@ -102,11 +104,11 @@ def stand(request: pytest.FixtureRequest, singles: Singles) -> Iterator[DpStand]
                 sized = {**settings, "dp_size": RANKS}
                 specs.append(ServerSpec(f"{role}{rank}", role, settings=sized, arguments=place, **common))
     with Fleet() as fleet, starting(*specs) as servers:
-        single = singles.of(SMALL)
+        single = singles.of(model)
         fleet.start(router_part("127.0.0.1", router_port, discovery_port, cluster_key=CLUSTER_KEY))
-        fleet.wait_healthy(60)
         for each in (*servers, single):
             each.wait()
+        fleet.wait_healthy(60)
         of_role = {
             role: [s for s, spec in zip(servers, specs, strict=True) if spec.role == role] for role in ("prefill", "decode")
         }
