@@ -7,11 +7,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 PIP = -m pip install --disable-pip-version-check --progress-bar on
+PYTEST = $(BIN)/pytest
+IN_RAY = $(BIN)/python tools/in_ray.py
 IBVERBS = libibverbs1 libnl-3-200 libnl-route-3-200
 MOVERS = LD_LIBRARY_PATH=$$(ls -d $(abspath $(VENV))-movers/system/lib/* $(abspath $(VENV))-movers/system/usr/lib/* 2>/dev/null | \
 	paste -sd:) $(VENV)-movers/bin
 QUICK = "not e2e and not sim and not vllm and not vllm_full and not vllm_shapes and not sglang and not sglang_full and not compat \
-	and not matrix"
+	and not matrix and not ray"
 BESIDE = tests/sim tests/unit/agent tests/unit/core tests/unit/wire tests/unit/discovery tests/unit/transport
 BENCH ?= engine handoff serve
 
@@ -23,14 +25,14 @@ marked = $(if $(ARGS),,$(sort $(shell grep -rlE 'mark\.($(1))\b' tests --include
 # With CONTINUE=1 the log keeps what it has: `make test-vllm-shapes CONTINUE=1 ARGS='-k mla'` completes it.
 define full
 	@mkdir -p build && rm -f build/$(1).xml
-	-$(BIN)/pytest -m $(2) $(3) -rs --timeout $(4) --junitxml build/$(1).xml $(ARGS)
-	$(BIN)/pytest -m $(2) $(3) --collect-only > build/$(1).txt
+	-$(PYTEST) -m $(2) $(3) -rs --timeout $(4) --junitxml build/$(1).xml $(ARGS)
+	$(PYTEST) -m $(2) $(3) --collect-only > build/$(1).txt
 	$(BIN)/python tools/suite_log.py $(if $(CONTINUE),--continue) --expected build/$(1).txt $(1) build/$(1).xml \
 		benchmarks/$(1)/$(shell uname -m)-$(shell nproc)core.json
 endef
 
 .PHONY: help up test test-sim test-e2e test-compat test-matrix test-vllm test-sglang test-sim-full test-e2e-full \
-	test-matrix-full test-vllm-full test-vllm-shapes test-sglang-full test-attacks-full test-mutants test-mori peers check format bench \
+	test-matrix-full test-vllm-full test-vllm-shapes test-sglang-full test-ray test-attacks-full test-mutants test-mori peers check format bench \
 	bench-wire diagrams clean
 .DEFAULT_GOAL := help
 
@@ -48,6 +50,8 @@ help:
 	@echo "make test-vllm    real vLLM servers on CPUs (the first time: 3 GB to install)"
 	@echo "make test-sglang  real SGLang servers on CPUs (the first time: 2.5 GB to install)"
 	@echo "make peers        install what test-compat, test-vllm and test-sglang run against, ahead of time"
+	@echo
+	@echo "make test-ray     Ray Serve on three Ray nodes of this machine (the first time: 250 MB to install); the log is kept in benchmarks/"
 	@echo
 	@echo "make test-sim-full, test-e2e-full, test-matrix-full, test-vllm-full, test-sglang-full, test-attacks-full"
 	@echo "                  all cases of a suite instead of a sample; the log is kept in benchmarks/"
@@ -80,7 +84,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 up: $(VENV)/.installed
-	@$(BIN)/kvbaton up $(ARGS)
+	@$(if $(findstring --ray,$(ARGS)),$(IN_RAY) -m kvbaton.cli.main,$(BIN)/kvbaton) up $(ARGS)
 
 # Two lanes of about the same length: nearly all tests wait most of the time, and simulations need a core. With ARGS: one lane.
 test: $(VENV)/.installed-dev
@@ -157,6 +161,10 @@ test-sglang-full: $(VENV)/.installed-dev
 test-vllm-shapes: $(VENV)/.installed-dev
 	$(call full,vllm-shapes,vllm_shapes,$(call marked,vllm_shapes),3600)
 	$(BIN)/python tools/shapes_table.py
+
+test-ray: PYTEST = $(IN_RAY) -m pytest
+test-ray: $(VENV)/.installed-dev
+	$(call full,ray,ray,$(call marked,ray),900)
 
 # 250,000 frames of each of the four classes: 10^6 on each port.
 test-attacks-full: export KVBATON_ATTACK_FRAMES = 250000

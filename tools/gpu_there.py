@@ -72,7 +72,10 @@ STEPS: dict[str, Step] = {
     "storm-8b": Step(f"{HERE}/gpu_storm.py {{models}}/m8b --mode push --no-kills", 300, script=True),
     "bench-push": bench("--mode push --peer nixl"),
     "bench-pull": bench("--mode pull --peer nixl"),
-    "bench-graphs": bench(f"--mode push --engine-arguments={shlex.quote(FULL_GRAPHS)}"),
+    "bench-graphs": bench(f"--mode push --peer nixl --engine-arguments={shlex.quote(FULL_GRAPHS)}"),
+    "first-token": Step(
+        f"{HERE}/gpu_first_token.py {{models}}/m8b --engine-arguments={shlex.quote(FULL_GRAPHS)}", 300, script=True
+    ),
     "device": Step(f"-m pytest -p no:cacheprovider -q {HERE.parent}/tests/contract/test_device_contract.py", 120, script=True),
     "contract": Step(f"-m pytest -p no:cacheprovider -q {HERE.parent}/tests/contract -k 'cuda or GPU'", 300, script=True),
     "checksums": verify("--transport cuda --mode push --integrity full --cache-dtype bfloat16", requests=12),

@@ -3,9 +3,12 @@
 `python tools/mutants.py [MODULE...]` runs every mutant of these modules (default: all), and keeps a report. Each mutant runs in
 a child of its own, forked from this process when everything is imported: the changed function is compiled and put in place of
 the real one. There it meets the deck (undisturbed flows and seeds of `kvbaton sim`; those that reach the changed line, cheap
-ones first, at most `--runs`) until a rule is broken, and then the unit tests of its module. What was found is kept in `--work`
-as it comes: a run that was ended continues there (`--fresh` starts over, `--retry` tries what survived again). `--for-s` ends
-it after so long.
+ones first, at most `--runs`) until a rule is broken, and then the unit tests of its module, which have to pass without it
+first. What was found is kept in `--work` as it comes: a run that was ended continues there (`--fresh` starts over, `--retry`
+tries what survived again). `--for-s` ends it after so long.
+
+`--draw N` takes about N mutants instead of all: of each module its share, at least `_LEAST` of them, by a seed. The report then
+is one of a sample, and states so.
 
 `--sample N` takes N mutants that the kept report has as found by the simulator, each with the run that found it, and fails when
 one is not found any more.
@@ -25,13 +28,16 @@ import logging
 import os
 import random
 import re
+import shutil
 import signal
+import subprocess
 import sys
 import time
 import tomllib
 import types
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,20 +50,70 @@ _SOURCE = _ROOT / "src" / "kvbaton"
 _REPORT = _ROOT / "benchmarks" / "mutants" / "report.json"
 _EQUIVALENT = Path(__file__).with_name("equivalent_mutants.toml")
 _TABLES = {"_source": "SOURCE", "_target": "TARGET", "_copy": "COPY"}
+_LEAST = 3
 _ENDLESS_S = 60.0
 _UNIT_S = 240.0
 
 _FIRST = ("agent/target.py", "agent/source.py", "core/lifecycle.py", "core/grants.py")
-_SIMULATED = (*_FIRST, "agent/coordinator.py", "agent/rank.py", "agent/timers.py", "agent/decline_notices.py")
+_SIMULATED = (
+    *_FIRST,
+    "agent/coordinator.py",
+    "agent/rank.py",
+    "agent/timers.py",
+    "agent/decline_notices.py",
+    "agent/card_requests.py",
+)
 """What the simulator runs in full; of the rest it runs parts."""
 
 _TESTS = {
-    "agent/target.py": ("agent/test_target", "agent/test_hard_ends", "agent/test_coordinator", "agent/test_sums"),
-    "agent/source.py": ("agent/test_source", "agent/test_hard_ends", "agent/test_coordinator", "agent/test_declined_whole"),
+    "agent/target.py": (
+        "agent/test_target",
+        "agent/test_hard_ends",
+        "agent/test_coordinator",
+        "agent/test_sums",
+        "agent/test_aux_by_data",
+    ),
+    "agent/source.py": (
+        "agent/test_source",
+        "agent/test_hard_ends",
+        "agent/test_coordinator",
+        "agent/test_declined_whole",
+        "agent/test_sums",
+        "agent/test_aux_by_data",
+    ),
     "agent/coordinator.py": ("agent/test_coordinator", "agent/test_peers", "agent/test_source", "agent/test_target"),
     "agent/rank.py": ("agent/test_rank", "agent/test_backlog", "agent/test_summing", "agent/test_rank_shapes"),
     "agent/timers.py": ("agent/test_alarms", "agent/test_target"),
     "agent/decline_notices.py": ("agent/test_decline_notices", "agent/test_declined_whole", "agent/test_target"),
+    "agent/card_requests.py": (
+        "agent/test_card_requests",
+        "agent/test_coordinator",
+        "agent/test_decline_notices",
+        "agent/test_target",
+    ),
+    "agent/driver.py": (
+        "agent/test_driver",
+        "agent/test_driver_steps",
+        "agent/test_driver_threads",
+        "agent/test_driver_writes",
+    ),
+    "agent/sockets.py": ("agent/test_sockets", "agent/test_driver"),
+    "agent/rank_sets.py": ("agent/test_rank_sets", "agent/test_process"),
+    "agent/channel.py": ("agent/test_channel", "agent/test_process"),
+    "core/layout.py": ("core/test_layout", "core/test_layout_tensors"),
+    "core/tensors.py": ("core/test_layout_tensors", "core/test_layout"),
+    "core/pair.py": ("core/test_plan", "core/test_legs", "core/test_hand_offs_by_shape"),
+    "core/segments.py": ("core/test_plan", "core/test_hand_offs_by_shape"),
+    "core/plan.py": ("core/test_plan", "core/test_hand_offs_by_shape"),
+    "core/legs.py": ("core/test_legs", "core/test_hand_offs_by_shape"),
+    "core/checks.py": ("core/test_checks", "core/test_leg_sums"),
+    "core/topology.py": ("core/test_topology", "core/test_card"),
+    "core/card.py": ("core/test_card",),
+    "core/addresses.py": ("core/test_addresses",),
+    "core/auth.py": ("core/test_auth",),
+    "core/aux_area.py": ("core/test_aux_area",),
+    "core/bounded.py": ("core/test_bounded",),
+    "core/messages.py": ("core/test_messages",),
     "core/lifecycle.py": ("core/test_lifecycle", "core/test_diagram"),
     "core/grants.py": ("core/test_grants",),
     "core/handoff.py": ("core/test_handoff", "core/test_handoff_checks"),
@@ -224,6 +280,9 @@ def _test(module: str, *, is_deep: bool) -> dict[str, Any] | None:
     """The first unit test that fails."""
     import pytest
 
+    # Tests read what is logged; only the simulator is to be quiet.
+    logging.disable(logging.NOTSET)
+
     class Watch:
         failed = ""
 
@@ -267,6 +326,23 @@ def _examine(mutant: Mutant, deck: Deck, options: argparse.Namespace, known: str
 
 
 # In the parent.
+
+
+def _check_control(modules: Iterable[str], options: argparse.Namespace) -> None:
+    """Run the unit tests of these modules without a mutant: one that fails by itself would notice everything."""
+    results = options.work / "control.jsonl"
+    passed = _read(results)
+    for module in modules:
+        if module not in passed and os.waitpid(_fork(partial(_control, module, options), results), 0)[1]:
+            raise SystemExit(f"the control of {module} ended without a result")
+        if (result := _read(results)[module])["rule"]:
+            results.unlink()
+            raise SystemExit(f"without a mutant of {module}, {result['rule']} fails: make it pass first")
+
+
+def _control(module: str, options: argparse.Namespace) -> dict[str, Any]:
+    failed = _test(module, is_deep=options.deep)
+    return {"mutant": module, "rule": "" if failed is None else failed["rule"]}
 
 
 def _fork(work: Callable[[], dict[str, Any]], results: Path) -> int:
@@ -359,11 +435,12 @@ def _report(mutants: list[Mutant], found: dict[str, dict[str, Any]], equivalent:
             rules[result["rule"]] += 1
             killed.append({**entry, "rule": result["rule"], "run": result.get("run", "")})
     total = sum((counts for counts in modules.values()), Counter[str]())
-    ran = total["sim"] + total["unit"] + total["survived"]
+    simulated = sum((counts for module, counts in modules.items() if module in _SIMULATED), Counter[str]())
     return {
         "counts": dict(total),
-        "score_sim": round(total["sim"] / ran, 4) if ran else None,
-        "score_all": round((total["sim"] + total["unit"]) / ran, 4) if ran else None,
+        "score_sim": _share(total, "sim"),
+        "score_sim_of_simulated": _share(simulated, "sim"),
+        "score_all": _share(total, "sim", "unit"),
         "modules": {module: dict(counts) for module, counts in modules.items()},
         "rules": dict(rules.most_common()),
         "survivors": survivors,
@@ -371,6 +448,33 @@ def _report(mutants: list[Mutant], found: dict[str, dict[str, Any]], equivalent:
         "equivalent": [{"mutant": name, "reason": reason} for name, reason in sorted(equivalent.items())],
         "found": killed,
     }
+
+
+def _share(counts: Counter[str], *kinds: str) -> float | None:
+    """How many of the mutants that ran, and are not equivalent, were noticed by these."""
+    ran = counts["sim"] + counts["unit"] + counts["survived"]
+    return round(sum(counts[kind] for kind in kinds) / ran, 4) if ran else None
+
+
+def _commit() -> str:
+    """Which commit the mutants are of, with a mark when the tree has changes."""
+    git = shutil.which("git")
+    if git is None:
+        return ""
+    command = [git, "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def _draw(mutants: list[Mutant], count: int, seed: int) -> list[Mutant]:
+    """A sample in which every module has its share, in the order of the whole."""
+    by_module: dict[str, list[Mutant]] = defaultdict(list)
+    for mutant in mutants:
+        by_module[mutant.module].append(mutant)
+    drawn: set[str] = set()
+    for module, own in by_module.items():
+        share = max(_LEAST, round(count * len(own) / len(mutants)))
+        drawn |= {each.name for each in random.Random(f"{module} {seed}").sample(own, min(share, len(own)))}
+    return [mutant for mutant in mutants if mutant.name in drawn]
 
 
 def _sample(mutants: list[Mutant], count: int) -> tuple[list[Mutant], dict[str, str]]:
@@ -400,6 +504,8 @@ def main() -> int:
     parser.add_argument("--retry", choices=("survived", "unit"), help="try again what survived, or what only unit tests found")
     parser.add_argument("--only", default="", help="a regular expression that the names of mutants have to match")
     parser.add_argument("--every", type=int, default=1, help="only every so-many-th mutant")
+    parser.add_argument("--draw", type=int, default=0, help="about so many mutants, drawn by --draw-seed, instead of all")
+    parser.add_argument("--draw-seed", type=int, default=1)
     parser.add_argument("--sample", type=int, default=0)
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
@@ -409,6 +515,9 @@ def main() -> int:
     results = options.work / "results.jsonl"
     every = [each for each in _all_mutants(options.modules or _modules()) if re.search(options.only, each.name)]
     every = every[:: options.every]
+    total = len(every)
+    if options.draw:
+        every = _draw(every, options.draw, options.draw_seed)
     known: dict[str, str] = {}
     deck = Deck(options.seeds, options.work)
     if options.sample:
@@ -418,6 +527,8 @@ def main() -> int:
     else:
         mutants = every
         deck.measure()
+        if options.unit:
+            _check_control(dict.fromkeys(mutant.module for mutant in mutants), options)
     if options.fresh:
         results.unlink(missing_ok=True)
     found, equivalent = _read(results), _equivalent()
@@ -425,14 +536,17 @@ def main() -> int:
     todo = [each for each in mutants if each.name not in equivalent]
     todo = [each for each in todo if each.name not in found or found[each.name]["by"] in again]
     _run_all(todo, deck, options, results, known)
-    report = _report(mutants, _read(results), equivalent)
+    drawn = {"drawn": len(every), "draw_seed": options.draw_seed} if options.draw else {}
+    kept = {"commit": _commit(), "mutants": total, **drawn}
+    report: dict[str, Any] = {**kept, **_report(mutants, _read(results), equivalent)}
     if not options.sample:
         options.report.parent.mkdir(parents=True, exist_ok=True)
         options.report.write_text(json.dumps(report, indent=1) + "\n")
     for each in report["survivors"]:
         sys.stdout.write(f"survived: {each['mutant']} (line {each['line']})\n")
     counts = ", ".join(f"{count} {kind}" for kind, count in report["counts"].items())
-    sys.stdout.write(f"{counts}; score of the simulator {report['score_sim']}, with unit tests {report['score_all']}\n")
+    scores = f"{report['score_sim']}, of what it runs in full {report['score_sim_of_simulated']}"
+    sys.stdout.write(f"{counts}; score of the simulator {scores}, with unit tests {report['score_all']}\n")
     return 1 if report["survivors"] else 0
 
 

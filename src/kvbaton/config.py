@@ -12,7 +12,7 @@ import math
 import os
 import socket
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ __all__ = [
     "carries_token",
     "http_token",
     "is_loopback",
+    "nearest_known",
     "parse_limits",
     "parse_trust",
 ]
@@ -146,14 +147,18 @@ DEFAULT_HANDOFF = HandoffSettings()
 """The settings of an instance without any."""
 
 
+def nearest_known(name: str, known: Collection[str]) -> str:
+    """How an error about an unknown name ends: with the nearest known one, or with all of them."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+
+
 def parse_limits(values: Mapping[str, Any]) -> Limits:
     """Read limits from a mapping; an unknown key is refused with the nearest known name, a bad value by its key."""
     known = tuple(Limits.__dataclass_fields__)
     for key in values:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}"
-            raise ConfigError(f"unknown setting {key!r}{hint}")
+            raise ConfigError(f"unknown setting {key!r}; {nearest_known(key, known)}")
     try:
         return msgspec.convert(dict(values), Limits)
     except msgspec.ValidationError as error:

@@ -23,6 +23,7 @@ import numpy as np
 from driver_rig import Intruder
 
 from kvbaton.agent.driver import Driver
+from kvbaton.agent.rank_sets import LocalRanks
 from kvbaton.agent.sockets import ControlSockets
 from kvbaton.config import HandoffSettings, Limits, Trust
 from kvbaton.core.addresses import ControlAddress
@@ -182,8 +183,9 @@ class Node:
         rank = RankCard(0, self.cache.layout(), (self.transport.endpoint(),))
         limit_s = (limits.defer_timeout, limits.transfer_timeout)
         self.card = Card(self.incarnation, loaded.name, loaded.fingerprint, "tp1", (rank,), this_process(), *limit_s)
-        parts = (self.card, self.cache.layout(), self.transport, limits, sockets, self._wake, handoff)
-        self.driver = Driver(*parts, memory=region.view)
+        memory = self.cache.layout(), self.transport, limits.transfer_timeout, region.view
+        ranks = LocalRanks(*memory, unfenced_writes=handoff.unfenced_writes)
+        self.driver = Driver(self.card, ranks, limits, sockets, self._wake, handoff)
         self.engine = Engine(loaded, self.cache, self.driver, EngineSettings(step_tokens, poison=True, handoff=handoff))
         self._thread = thread
 

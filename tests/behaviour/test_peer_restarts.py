@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from embedded_nodes import Node, false_source, hand_off, names, prompt_of
 from served_instances import CLUSTER_KEY, Served, served_pair
@@ -91,15 +92,24 @@ class TestSourceKilledInMidCopy:
             source.wait_idle()
             target.wait_idle()
 
-    def test_a_successor_that_starts_before_the_death_is_seen(self) -> None:
-        """Its hello from the same address, under another incarnation, is enough."""
+    @pytest.mark.parametrize("is_numbered", [True, False], ids=["numbered", "of an earlier release"])
+    def test_a_successor_that_starts_before_the_death_is_seen(self, is_numbered: bool) -> None:
+        """Its card from the same address is enough once it answers what it was asked there; an earlier release's is at once."""
         with Node() as source, Node() as target, false_source(target, source, prompt_of(2)) as peer:
             peer.announce()
             before, peer.intruder.incarnation = peer.intruder.incarnation, Incarnation("its-successor")
             assert not peer.request.is_over
             peer.intruder.hang_up()
             peer.intruder.receive()
-            peer.intruder.send_message(Hello(peer.intruder.card_like(source.card), wants_answer=False), target.incarnation)
+            hello = Hello(peer.intruder.card_like(source.card), wants_answer=False)
+            if is_numbered:
+                peer.intruder.send_message(msgspec.structs.replace(hello, answers=0), target.incarnation)
+                asked = peer.intruder.receive_message(Hello).message
+                assert isinstance(asked, Hello)
+                assert asked.question > 1
+                assert not peer.request.is_over, "the card alone may be late, and its process dead"
+                hello = msgspec.structs.replace(hello, answers=asked.question)
+            peer.intruder.send_message(hello, target.incarnation)
             assert f"incarnation {before} was replaced by its-successor" in peer.request.wait().error
             target.wait_idle()
             assert hand_off(source, target, prompt_of(3)).tokens == source.alone(prompt_of(3)).wait().tokens

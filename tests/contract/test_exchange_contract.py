@@ -232,9 +232,9 @@ class _ForgetfulTable(MemoryTable):
 
     def __init__(self) -> None:
         super().__init__(10.0)
-        self.last: dict[int, int] = {}
+        self.last: dict[int, tuple[int, int]] = {}
 
-    def pin(self, slot: int, stamp: int) -> int:
+    def pin(self, slot: int, stamp: int) -> tuple[int, int]:
         try:
             self.last[slot] = super().pin(slot, stamp)
         except RangeError:

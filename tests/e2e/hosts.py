@@ -30,6 +30,7 @@ class Host:
     """One host, with its addresses."""
 
     namespace: str
+    device: str
     ipv4: str
     ipv6: str
 
@@ -46,16 +47,42 @@ class Switch(Link):
     """Carries packets between any of several descriptors, by their addresses."""
 
     def __init__(self, addresses: Mapping[bytes, int]) -> None:
+        # Before the thread of the link starts, which reads them.
         self._addresses = dict(addresses)
+        self._apart: set[tuple[int | None, int | None]] = set()
+        self.stopped_total = 0
+        """Packets that were lost because their hosts were separated."""
         first, *_ = fds = sorted(set(addresses.values()))
         super().__init__((first, first))
         self._other = dict.fromkeys(fds, first)
 
-    def _towards(self, fd: int, packet: bytes) -> int | None:  # noqa: ARG002
+    def separate(self, one: Host, other: Host) -> None:
+        """Carry nothing between two hosts."""
+        pair = (self._at(one), self._at(other))
+        self._apart |= {pair, pair[::-1]}
+
+    def join(self) -> None:
+        """Carry packets between all hosts again."""
+        self._apart = set()
+
+    def move(self, address: str, source: Host, target: Host) -> None:
+        """Give an IPv4 address of one host to another, as a virtual address moves; connections to it are not notified."""
+        _run(*source.command("ip", "address", "del", f"{address}/24", "dev", source.device))
+        _run(*target.command("ip", "address", "add", f"{address}/24", "dev", target.device))
+        self._addresses[ipaddress.ip_address(address).packed] = self._addresses[ipaddress.ip_address(target.ipv6).packed]
+
+    def _at(self, host: Host) -> int | None:
+        return self._addresses.get(ipaddress.ip_address(host.ipv6).packed)
+
+    def _towards(self, fd: int, packet: bytes) -> int | None:
         version = packet[0] >> 4 if packet else 0
-        if version == _IPV4:
-            return self._addresses.get(packet[16:20])
-        return self._addresses.get(packet[24:40]) if version == _IPV6 else None
+        if version not in (_IPV4, _IPV6):
+            return None
+        to = self._addresses.get(packet[16:20] if version == _IPV4 else packet[24:40])
+        if (fd, to) in self._apart:
+            self.stopped_total += 1
+            return None
+        return to
 
 
 @contextmanager
@@ -68,11 +95,11 @@ def hosts(count: int) -> Iterator[tuple[Switch, list[Host]]]:
         for index in range(count + 1):
             # As others print it: a random group may begin with a 0.
             ipv6 = str(ipaddress.ip_address(f"{prefix}::{index + 1}"))
-            host = Host(f"kvb-{token}-{index}" if index else "", f"{net}.{index + 1}", ipv6)
+            device = f"kvb{token}{index}"
+            host = Host(f"kvb-{token}-{index}" if index else "", device, f"{net}.{index + 1}", ipv6)
             if index:
                 _run("ip", "netns", "add", host.namespace)
                 parts.callback(_run, "ip", "netns", "del", host.namespace)
-            device = f"kvb{token}{index}"
             fd = _tun(device)
             parts.callback(os.close, fd)
             if index:

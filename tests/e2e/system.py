@@ -59,8 +59,9 @@ class Reply:
 class Client:
     """Talks to one server."""
 
-    def __init__(self, port: int, cluster_key: str = "") -> None:
+    def __init__(self, port: int, cluster_key: str = "", host: str = "127.0.0.1") -> None:
         self.port = port
+        self._host = host
         self._headers = {"Content-Type": "application/json"}
         if cluster_key:
             self._headers[HTTP_KEY_HEADER] = http_token(cluster_key.encode())
@@ -80,7 +81,7 @@ class Client:
     @contextmanager
     def stream(self, path: str, body: dict[str, Any], timeout_s: float = _ANSWER_S) -> Iterator[http.client.HTTPResponse]:
         """A streamed answer, open while inside; every read has a deadline."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        connection = http.client.HTTPConnection(self._host, self.port, timeout=timeout_s)
         try:
             connection.request("POST", path, json.dumps(body | {"stream": True}), {"Content-Type": "application/json"})
             yield connection.getresponse()
@@ -88,7 +89,7 @@ class Client:
             connection.close()
 
     def _ask(self, method: str, path: str, body: bytes | None) -> Reply:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_ANSWER_S)
+        connection = http.client.HTTPConnection(self._host, self.port, timeout=_ANSWER_S)
         try:
             connection.request(method, path, body, self._headers)
             response = connection.getresponse()
@@ -104,9 +105,9 @@ def stream_events(response: http.client.HTTPResponse) -> Iterator[str]:
             yield line[6:].decode().strip()
 
 
-def blocks(port: int) -> dict[str, int]:
+def blocks(port: int, host: str = "127.0.0.1") -> dict[str, int]:
     """Blocks of an instance by state, from its metrics."""
-    text = Client(port).get("/metrics").content.decode()
+    text = Client(port, host=host).get("/metrics").content.decode()
     return {state: int(float(value)) for state, value in _BLOCKS.findall(text)}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -13,16 +14,17 @@ import msgspec
 import pytest
 
 from kvbaton.agent.rank_orders import CopyId
-from kvbaton.core.handoff import LEGAL_PAIRS, Outcome
+from kvbaton.core.handoff import LEGAL_PAIRS, Incarnation, Mode, Outcome
 from kvbaton.sim.campaign import PARTS, run_exhaustive, run_seeds, shrink
 from kvbaton.sim.drills import script_of_seed
 from kvbaton.sim.exhaustive import FLOWS, flow_script, flow_scripts, makes_difference
 from kvbaton.sim.memory import TaggedCell
 from kvbaton.sim.plants import PLANTS
 from kvbaton.sim.run import Run, run_script
-from kvbaton.sim.script import Fault, FaultKind, Script
+from kvbaton.sim.script import Fault, FaultKind, RequestScript, Script
 from kvbaton.sim.transport import SimTransport
 from kvbaton.sim.world import RULES
+from kvbaton.transport.base import LateWrites
 
 SEEDS = 2000
 NEAR = {
@@ -174,6 +176,40 @@ def test_single_faults_that_are_left_out_would_run_as_one_that_is_not(kind: Faul
         (kept if makes_difference(fault, undisturbed.uses) else left_out).add(shown)
     assert len(kept) > 5
     assert left_out <= kept
+
+
+SLOW = Script(
+    seed=5,
+    late_writes=LateWrites.REVOCABLE,
+    unfenced_writes=False,
+    one_host=False,
+    ranks=1,
+    layers=1,
+    prefills=1,
+    decodes=1,
+    prefill_blocks=24,
+    decode_blocks=24,
+    requests=tuple(RequestScript(0.01 * number, 0, 0, 2 + 4 * number, 2, Mode.PUSH) for number in (0, 1)),
+    faults=(Fault(FaultKind.CANCEL_TARGET, 0.1, number=0),),
+    move_s=0.6,
+)
+"""The first request is cancelled with a cell in flight for longer than `stop_timeout`: the session of both is torn down."""
+
+
+def test_a_copy_that_is_too_slow_to_stop_in_time_excuses_the_other_requests_of_its_session() -> None:
+    result = run_script(SLOW)
+    assert not result.violations
+    assert result.outcomes["failed", "failed"] == 1
+    control = Run(SLOW)
+    control.cluster.fabric.stop_within_s = math.inf
+    assert [violation.rule for violation in control.run().violations] == ["spurious failure"]
+
+
+def test_a_fence_without_a_slow_copy_excuses_nothing() -> None:
+    run = Run(msgspec.structs.replace(SLOW, faults=()))
+    target = run.cluster.instances["d0"].coordinator.target
+    run.world.at(0.1, None, lambda: target.on_peer_fenced(Incarnation("p0#1"), target.epoch + 1))
+    assert {violation.rule for violation in run.run().violations} == {"spurious failure"}
 
 
 def test_undisturbed_flows_deliver_everything() -> None:

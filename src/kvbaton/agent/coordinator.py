@@ -9,8 +9,9 @@ import logging
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterator
-from typing import TypeVar, assert_never
+from typing import NamedTuple, TypeVar, assert_never
 
+from kvbaton.agent.card_requests import is_answer_after
 from kvbaton.agent.engine_port import Allocation, Offer, SourceRequest
 from kvbaton.agent.ports import Clock, Control, EnginePort, Ranks
 from kvbaton.agent.rank_orders import (
@@ -67,6 +68,13 @@ _MAX_REFUSED = 1024
 _MAX_FENCED = 1024
 
 
+class _Resident(NamedTuple):
+    """Which incarnation answers at an address, and the last question for a card that was sent before its own card arrived."""
+
+    incarnation: Incarnation
+    asked: int
+
+
 class Peers:
     """Cards of at most `limit` peers that passed the compatibility check, and up to `limit` addresses they answered at."""
 
@@ -74,7 +82,7 @@ class Peers:
         self._limit = limit
         # Not a BoundedMap: the card of a peer with live hand-offs must not be evicted, see `make_room`.
         self._cards: OrderedDict[Incarnation, Card] = OrderedDict()
-        self._at: BoundedMap[ControlAddress, Incarnation] = BoundedMap(limit)
+        self._at: BoundedMap[ControlAddress, _Resident] = BoundedMap(limit)
 
     def __len__(self) -> int:
         return len(self._cards)
@@ -87,22 +95,35 @@ class Peers:
 
     def at(self, address: ControlAddress) -> Card | None:
         """The card of the peer that last answered at `address`."""
-        incarnation = self._at.get(address)
-        return None if incarnation is None else self.card(incarnation)
+        resident = self._at.get(address)
+        return None if resident is None else self.card(resident.incarnation)
 
-    def learn(self, card: Card, address: ControlAddress | None) -> Incarnation | None:
-        """Remember a card; returns the incarnation that it replaces at its address, forgotten now."""
+    def replaces_after(self, incarnation: Incarnation, address: ControlAddress) -> int | None:
+        """The question that `incarnation` has to answer a later one than, to replace another one at `address`; None for none.
+
+        If the late card of a dead process were taken for that of a new one, its successor would count as dead, and the blocks
+        that it still writes to would be freed. See `card_requests`.
+        """
+        resident = self._at.get(address)
+        return None if resident is None or resident.incarnation == incarnation else resident.asked
+
+    def learn(self, card: Card, address: ControlAddress | None, *, asked: int) -> Incarnation | None:
+        """Remember a card, which arrived after question `asked` was sent; returns the incarnation that it replaces, forgotten.
+
+        Only after `replaces_after`: whatever a card replaces counts as dead.
+        """
         before = None
         if address is not None:
             before = self._at.get(address)
-            self._at[address] = card.incarnation
+            if before is None or before.incarnation != card.incarnation:
+                self._at[address] = _Resident(card.incarnation, asked)
         self._cards[card.incarnation] = card
         self._cards.move_to_end(card.incarnation)
-        if before is None or before == card.incarnation:
+        if before is None or before.incarnation == card.incarnation:
             return None
         # Two processes cannot listen at one address: the one that answered there before is dead.
-        self.forget(before)
-        return before
+        self.forget(before.incarnation)
+        return before.incarnation
 
     def make_room(self, busy: Collection[Incarnation]) -> Incarnation | None:
         """Without room for another peer, forget the longest unused one and return it; raises TransportError if all are busy."""
@@ -117,7 +138,7 @@ class Peers:
     def forget(self, incarnation: Incarnation) -> None:
         """Forget a peer and the address it answered at."""
         self._cards.pop(incarnation, None)
-        for address in [address for address, known in self._at.items() if known == incarnation]:
+        for address in [address for address, known in self._at.items() if known.incarnation == incarnation]:
             del self._at[address]
 
 
@@ -227,7 +248,7 @@ class Coordinator:
         if not self.is_for_us(envelope):
             # The sender takes us for the process that was here before. Our card shows it that this one is gone.
             self.dropped_total["for an earlier incarnation"] += 1
-            self._control.send(sender, Hello(self.card, wants_answer=False))
+            self._control.send(sender, Hello(self.card, wants_answer=False, answers=0))
         elif isinstance(message, Hello):
             self._on_hello(sender, message, via)
         elif isinstance(message, Refused) and message.key is None:
@@ -239,7 +260,7 @@ class Coordinator:
                 self.source.on_stop(sender, message)
                 return
             self.dropped_total["from an unknown peer"] += 1
-            self._control.send(sender, Hello(self.card, wants_answer=True))
+            self._control.send(sender, self.target.card_requests.ask())
         elif isinstance(message, Refused):
             self.target.on_refused(sender, message)
         else:
@@ -389,6 +410,11 @@ class Coordinator:
             # Answers go to the sender of the envelope: with the card of another peer, it would get that peer's hand-offs.
             self.dropped_total["a card of another peer"] += 1
             return
+        if via is not None and (after := self.needs_answer_after(hello, via)) is not None:
+            # Not refused and not taken: the process may be dead, and then neither is about the one that lives there.
+            self.dropped_total["a card that may be late"] += 1
+            self.target.card_requests.dial(via, after)
+            return
         try:
             self._admit(hello.card, via)
         except (Incompatible, TransportError) as error:
@@ -402,10 +428,15 @@ class Coordinator:
             return
         if hello.wants_answer:
             # It did not know us, so it has dropped what we sent it before. The card goes first, or it would drop that again.
-            self._control.send(hello.card.incarnation, Hello(self.card, wants_answer=False))
+            self._control.send(hello.card.incarnation, Hello(self.card, wants_answer=False, answers=hello.question))
             self.target.resend_to(hello.card.incarnation)
         if via is not None:
-            self.target.on_card(hello.card, via)
+            self.target.on_card(hello.card, via, hello.answers)
+
+    def needs_answer_after(self, hello: Hello, via: ControlAddress) -> int | None:
+        """The question that this card has to answer a later one than, to be taken; None when it may be taken as it is."""
+        after = self._peers.replaces_after(hello.card.incarnation, via)
+        return None if after is None or is_answer_after(after, hello.answers) else after
 
     def _admit(self, card: Card, via: ControlAddress | None) -> None:
         """Check a card before anything of it is used, then make its ranks reachable.
@@ -422,7 +453,7 @@ class Coordinator:
                 self._ranks.send_all(Disconnect(idle))
             self._ranks.send_all(Connect(card))
             self.handshakes_total += 1
-        replaced = self._peers.learn(known or card, via)
+        replaced = self._peers.learn(known or card, via, asked=self.target.card_requests.asked)
         if replaced is not None:
             self._lose(replaced, f"incarnation {replaced} was replaced by {card.incarnation}")
 

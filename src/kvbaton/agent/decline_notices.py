@@ -13,9 +13,10 @@ when the target shows interest again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from kvbaton.agent.card_requests import CardRequests, is_answer_after
 from kvbaton.agent.engine_port import SourceRequest
 from kvbaton.agent.ports import Clock, Control
 from kvbaton.agent.timers import Backoff, Timers
@@ -38,6 +39,7 @@ class _Notice:
     outcome: Outcome
     reason: str
     source: Incarnation | None
+    asked_before: int
     give_up_at: float
     retry: Backoff
 
@@ -45,13 +47,11 @@ class _Notice:
 class DeclineNotices:
     """At most `limit` notices that have no answer yet; beyond that the oldest is given up, and counted."""
 
-    def __init__(
-        self, limits: Limits, clock: Clock, control: Control, dial: Callable[[ControlAddress], None], limit: int = 4096
-    ) -> None:
+    def __init__(self, limits: Limits, clock: Clock, control: Control, card_requests: CardRequests, limit: int = 4096) -> None:
         self._limits = limits
         self._clock = clock
         self._control = control
-        self._dial = dial
+        self._card_requests = card_requests
         self._waiting: BoundedMap[HandoffKey, _Notice] = BoundedMap(limit, self._on_given_up)
         self._timers = Timers(limits, clock, self._look_at)
         self.given_up_total = 0
@@ -75,6 +75,7 @@ class DeclineNotices:
             outcome=outcome,
             reason=reason[:MAX_REASON],
             source=source,
+            asked_before=self._card_requests.asked,
             give_up_at=now + self._limits.transfer_timeout,
             retry=Backoff.start(self._limits, now),
         )
@@ -91,14 +92,19 @@ class DeclineNotices:
         """The addresses at which notices wait for a peer to show its card."""
         return {each.request.source for each in self._waiting.values() if each.source is None}
 
-    def on_card(self, card: Card, address: ControlAddress) -> None:
-        """A peer has shown its card at `address`: notify it, unless another incarnation was meant, which is gone."""
+    def on_card(self, card: Card, address: ControlAddress, answers: int | None = None) -> None:
+        """A peer has shown its card at `address`: notify it, unless another incarnation was meant.
+
+        That one is gone if the card answers a question that was sent after the request came; else the card may be late.
+        """
         for notice in [each for each in self._waiting.values() if each.source is None and each.request.source == address]:
-            if notice.request.source_incarnation not in (None, card.incarnation):
-                self.forget(notice.request.key)
-            else:
+            if notice.request.source_incarnation in (None, card.incarnation):
                 notice.source = card.incarnation
                 self._transmit(notice)
+            elif is_answer_after(notice.asked_before, answers):
+                self.forget(notice.request.key)
+            else:
+                self._card_requests.dial(address, after=notice.asked_before)
 
     def resend_to(self, source: Incarnation) -> None:
         """A source asks for our card: it has dropped what was sent before as coming from an unknown peer."""
@@ -150,7 +156,7 @@ class DeclineNotices:
     def _transmit(self, notice: _Notice) -> None:
         request = notice.request
         if notice.source is None:
-            self._dial(request.source)
+            self._card_requests.dial(request.source)
         else:
             stop = Stop(key=request.key, grant=0, outcome=notice.outcome, reason=notice.reason, prompt=request.prompt)
             self._control.send(notice.source, stop)

@@ -18,21 +18,18 @@ from functools import partial
 
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import AgentStats, Allocation, EngineEvent, HandoffPort, Offer, SourceRequest, SpansReady
-from kvbaton.agent.ports import Memory
 from kvbaton.agent.rank_orders import PoisonBlocks
-from kvbaton.agent.rank_sets import LocalRanks, RankSet
+from kvbaton.agent.rank_sets import RankSet
 from kvbaton.agent.sockets import FRAMES_PER_TURN, ControlSockets
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import Card
 from kvbaton.core.handoff import BlockLists, HandoffKey, Span
-from kvbaton.core.layout import Layout
 from kvbaton.core.timeline import Observer, Side, no_observer
 from kvbaton.errors import LocalError
-from kvbaton.transport.base import Transport
 from kvbaton.transport.wakeup import Wakeup
 
-__all__ = ["Driver", "RanksDriver"]
+__all__ = ["Driver"]
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +43,7 @@ _STOP_S = 10.0
 _PAUSE_S = 0.05
 
 
-class RanksDriver(HandoffPort):
+class Driver(HandoffPort):
     """Runs one instance over `ranks`, wherever those live; `news` is called, from this thread, when `events` has something."""
 
     def __init__(
@@ -294,29 +291,6 @@ class RanksDriver(HandoffPort):
     def _take_reports(self) -> None:
         while self._ranks.reports:
             self._guarded(partial(self._coordinator.take_report, self._ranks.reports))
-
-
-class Driver(RanksDriver):
-    """Runs one instance with one rank, in this process. `news` is called, from its thread, when `events` has something.
-
-    `memory` is the region that `transport` was made for, as bytes or as what reads them; without it nothing can be checked with
-    checksums.
-    """
-
-    def __init__(
-        self,
-        card: Card,
-        layout: Layout,
-        transport: Transport,
-        limits: Limits,
-        sockets: ControlSockets,
-        news: Callable[[], None],
-        settings: HandoffSettings = DEFAULT_HANDOFF,
-        observe: Observer = no_observer,
-        memory: memoryview | Memory | None = None,
-    ) -> None:
-        ranks = LocalRanks(layout, transport, limits.transfer_timeout, memory, unfenced_writes=settings.unfenced_writes)
-        super().__init__(card, ranks, limits, sockets, news, settings, observe)
 
 
 def _failures(**sides: Counter[str]) -> Counter[tuple[str, str]]:

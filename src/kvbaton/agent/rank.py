@@ -18,32 +18,9 @@ from typing import assert_never
 import numpy as np
 import numpy.typing as npt
 
+from kvbaton.agent import rank_orders
 from kvbaton.agent.ports import Clock, Memory
-from kvbaton.agent.rank_orders import (
-    AuxRead,
-    CloseCopy,
-    Connect,
-    CopyFailed,
-    CopyId,
-    CopyStopped,
-    Disconnect,
-    DropSums,
-    MoveSpans,
-    OpenCopy,
-    PeerFenced,
-    PoisonBlocks,
-    PutAux,
-    RankOrder,
-    RankReport,
-    ReadAux,
-    RegionFenced,
-    ResetRegion,
-    RevokePeer,
-    SpanMoved,
-    SpanSummed,
-    StopCopy,
-    SumSpans,
-)
+from kvbaton.agent.rank_orders import CopyId
 from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.card import Card, Endpoint
 from kvbaton.core.checks import LegPart, PiecePlanner, Pieces
@@ -65,7 +42,6 @@ _LONGEST_WAIT_S = 0.05
 
 _TURN_BYTES = 2 << 20
 
-_BATCH_BYTES = 4 << 20
 _MAX_UNREACHABLE = 4096
 
 
@@ -212,7 +188,9 @@ class _SumJob:
 class Summer:
     """The sums that one rank was asked for. Each turn continues one hand-off; then it is the turn of the next one."""
 
-    def __init__(self, rank: int, layout: Layout, memory: Memory | None, report: Callable[[SpanSummed], None]) -> None:
+    def __init__(
+        self, rank: int, layout: Layout, memory: Memory | None, report: Callable[[rank_orders.SpanSummed], None]
+    ) -> None:
         self._rank = rank
         self._whole = PiecePlanner(layout)
         self._memory = memory
@@ -224,7 +202,7 @@ class Summer:
         """Whether `work` has something to do."""
         return bool(self._jobs)
 
-    def add(self, order: SumSpans, legs: Mapping[int, PiecePlanner] | None = None) -> None:
+    def add(self, order: rank_orders.SumSpans, legs: Mapping[int, PiecePlanner] | None = None) -> None:
         """Put spans on the list, leg by leg, or as one; what cannot be summed is reported at once."""
         of = {self._rank: self._whole} if legs is None else legs
         planned: list[Sequence[Pieces]] = []
@@ -242,9 +220,9 @@ class Summer:
             job = _SumJob(order.copy, tuple(numbers), tuple(of), planned)
             self._jobs.setdefault((order.side, order.copy.key), deque()).append(job)
 
-    def refuse(self, order: SumSpans, span: Span, reason: str) -> None:
+    def refuse(self, order: rank_orders.SumSpans, span: Span, reason: str) -> None:
         """Report that a span is not summed, and why."""
-        self._report(SpanSummed(order.copy, order.side, self._rank, span.number, (), f"checksum: {reason}"))
+        self._report(rank_orders.SpanSummed(order.copy, order.side, self._rank, span.number, (), f"checksum: {reason}"))
 
     def drop(self, side: Side, key: HandoffKey) -> None:
         """Forget the sums of one side of a hand-off."""
@@ -273,18 +251,18 @@ class Summer:
             jobs.popleft()
             error = f"checksum: {type(problem).__name__}: {problem}"
             for span in job.spans[job.reported :]:
-                self._report(SpanSummed(job.copy, side, self._rank, span, (), error))
+                self._report(rank_orders.SpanSummed(job.copy, side, self._rank, span, (), error))
             raise
         for span, sums in job.take_complete():
-            self._report(SpanSummed(job.copy, side, self._rank, span, sums))
+            self._report(rank_orders.SpanSummed(job.copy, side, self._rank, span, sums))
         if job.reported == len(job.spans):
             jobs.popleft()
         return summed
 
 
-def _plan_sum(planner: PiecePlanner, order: SumSpans, span: Span) -> Sequence[Pieces]:
+def _plan_sum(planner: PiecePlanner, order: rank_orders.SumSpans, span: Span) -> Sequence[Pieces]:
     key, cached_tokens = order.copy.key, order.cached_tokens
-    return planner.parts(order.blocks, key, span, cached_tokens, order.integrity, order.total_tokens)
+    return planner.plan(order.blocks, key, span, cached_tokens, order.integrity, order.total_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,7 +330,7 @@ class _Moving:
 class _Copy:
     """This rank's part of one copy."""
 
-    order: OpenCopy
+    order: rank_orders.OpenCopy
     state: CopyState = COPY.start
     error: str = ""
     moving: dict[int, _Moving] = field(default_factory=dict)
@@ -394,7 +372,7 @@ class RankAgent:
         rank: int,
         layout: Layout,
         transport: Transport,
-        report: Callable[[RankReport], None],
+        report: Callable[[rank_orders.RankReport], None],
         *,
         clock: Clock,
         transfer_timeout: float,
@@ -414,7 +392,7 @@ class RankAgent:
         self.runs_total = 0
         self._backlog = Backlog(transfer_timeout, self._post_part)
         self._memory = memory
-        self._aux_reads: dict[Ticket, ReadAux] = {}
+        self._aux_reads: dict[Ticket, rank_orders.ReadAux] = {}
         self._summer = Summer(rank, layout, memory, report)
         self._routes: dict[Incarnation, Routes] = {}
         self._unreachable: BoundedMap[Incarnation, str] = BoundedMap(_MAX_UNREACHABLE)
@@ -438,36 +416,36 @@ class RankAgent:
         """Whether aux records can be written into this rank's memory, and read out of it."""
         return self._memory is not None
 
-    def handle(self, order: RankOrder) -> None:
+    def handle(self, order: rank_orders.RankOrder) -> None:
         """Carry out one order; what follows is reported. `Connect` raises TransportError or Incompatible."""
         match order:
-            case MoveSpans():
+            case rank_orders.MoveSpans():
                 self._move_spans(order)
-            case OpenCopy():
+            case rank_orders.OpenCopy():
                 self.copies[order.copy] = _Copy(order)
-            case CloseCopy():
+            case rank_orders.CloseCopy():
                 self._close_copy(order.copy)
-            case StopCopy():
+            case rank_orders.StopCopy():
                 self._stop_copy(order.copy)
-            case SumSpans():
+            case rank_orders.SumSpans():
                 self._sum_spans(order)
-            case DropSums():
+            case rank_orders.DropSums():
                 self._summer.drop(order.side, order.key)
-            case PutAux():
+            case rank_orders.PutAux():
                 if self._memory is not None:
                     self._memory.write(order.offset, order.data)
-            case ReadAux():
+            case rank_orders.ReadAux():
                 self._read_aux(order)
-            case PoisonBlocks():
+            case rank_orders.PoisonBlocks():
                 if self._controls.poison is not None:
                     self._controls.poison(order.blocks, order.cached_tokens)
-            case Connect():
+            case rank_orders.Connect():
                 self._connect(order.card)
-            case Disconnect():
+            case rank_orders.Disconnect():
                 self._disconnect(order.incarnation)
-            case RevokePeer():
+            case rank_orders.RevokePeer():
                 self._revoke(order.incarnation, order.epoch)
-            case ResetRegion():
+            case rank_orders.ResetRegion():
                 self._reset_region(order.epoch)
             case _:
                 assert_never(order)
@@ -519,17 +497,17 @@ class RankAgent:
             self._transport.revoke(peer)
             if isinstance(self._transport, FencingTransport):
                 self._transport.fence_peer(peer, epoch)
-        self._report(PeerFenced(incarnation, epoch, self.rank))
+        self._report(rank_orders.PeerFenced(incarnation, epoch, self.rank))
 
     def _reset_region(self, epoch: int) -> None:
         """Register this rank's memory anew, where the transport can."""
         if isinstance(self._transport, FencingTransport):
             self._transport.reset_region(epoch)
-            self._report(RegionFenced(epoch, self.rank))
+            self._report(rank_orders.RegionFenced(epoch, self.rank))
 
     # Checksums and aux records.
 
-    def _sum_spans(self, order: SumSpans) -> None:
+    def _sum_spans(self, order: rank_orders.SumSpans) -> None:
         """Sum spans in this rank's own memory, a little with each `poll`."""
         routes = None if order.peer is None else self._routes.get(order.peer)
         if routes is not None:
@@ -541,7 +519,7 @@ class RankAgent:
             for span in order.spans:
                 self._summer.refuse(order, span, f"{order.peer} is not connected")
 
-    def _read_aux(self, order: ReadAux) -> None:
+    def _read_aux(self, order: rank_orders.ReadAux) -> None:
         runs = np.array([[order.offset, order.slot, order.size_bytes]], np.uint64)
         try:
             ticket = self.start(order.copy, Batch(PeerRank(order.peer, self.rank), Direction.READ, runs))
@@ -550,13 +528,13 @@ class RankAgent:
         else:
             self._aux_reads[ticket] = order
 
-    def _report_aux(self, order: ReadAux, error: str) -> None:
+    def _report_aux(self, order: rank_orders.ReadAux, error: str) -> None:
         data = b""
         if not error and self._memory is not None:
             data = self._memory.read(order.slot, order.size_bytes)
         elif not error:
             error = "this rank has no memory to read from"
-        self._report(AuxRead(order.copy, order.slot, data, error))
+        self._report(rank_orders.AuxRead(order.copy, order.slot, data, error))
 
     # The loop.
 
@@ -593,10 +571,10 @@ class RankAgent:
         if copy is not None and copy.is_drained:
             del self.copies[copy_id]
 
-    def _move_spans(self, order: MoveSpans) -> None:
+    def _move_spans(self, order: rank_orders.MoveSpans) -> None:
         copy = self.copies.get(order.copy)
         if copy is None:
-            self._report(CopyFailed(order.copy, self.rank, "the copy is not open"))
+            self._report(rank_orders.CopyFailed(order.copy, self.rank, "the copy is not open"))
             return
         new = tuple(span for span in order.spans if span.number not in copy.known)
         copy.known |= {span.number for span in new}
@@ -608,7 +586,7 @@ class RankAgent:
         copy = self.copies.get(copy_id)
         if copy is None:
             # It failed, and that report is still on its way: the coordinator waits for an answer to this order all the same.
-            self._report(CopyStopped(copy_id, self.rank))
+            self._report(rank_orders.CopyStopped(copy_id, self.rank))
             return
         self._step(copy, CopyEvent.STOP)
         self._settle(copy)
@@ -616,8 +594,10 @@ class RankAgent:
     def _post(self, copy: _Copy, source_blocks: BlockLists, spans: tuple[Span, ...]) -> None:
         moving = copy.moving[spans[0].number] = _Moving(spans)
         try:
-            plans = self._plan(copy, source_blocks, spans)
-            parts = [(peer, Part(copy.order.copy, spans[0].number, part)) for peer, runs in plans for part in _batches(runs)]
+            plans, most = self._plan(copy, source_blocks, spans), self._transport.batch_bytes
+            parts = [
+                (peer, Part(copy.order.copy, spans[0].number, part)) for peer, runs in plans for part in _batches(runs, most)
+            ]
             moving.planned, moving.unposted = sum(int(runs[:, 2].sum()) for _, runs in plans), len(parts)
         except KVBatonError as error:
             self._fail(copy, str(error))
@@ -730,10 +710,10 @@ class RankAgent:
                         self._transport.cancel(ticket)
             case CopyEffect.REPORT_FAILED:
                 del self.copies[copy_id]
-                self._report(CopyFailed(copy_id, self.rank, copy.error))
+                self._report(rank_orders.CopyFailed(copy_id, self.rank, copy.error))
             case CopyEffect.REPORT_STOPPED:
                 del self.copies[copy_id]
-                self._report(CopyStopped(copy_id, self.rank))
+                self._report(rank_orders.CopyStopped(copy_id, self.rank))
             case _:
                 assert_never(effect)
 
@@ -745,7 +725,7 @@ class RankAgent:
         for span, part in zip(moving.spans, parts, strict=True):
             end = done + part
             of_planned, of_moved = (total * end // count - total * done // count for total in (planned, moved))
-            self._report(SpanMoved(copy_id, self.rank, span.number, of_planned, of_moved))
+            self._report(rank_orders.SpanMoved(copy_id, self.rank, span.number, of_planned, of_moved))
             done = end
 
 
@@ -782,9 +762,9 @@ def _rows(spans: tuple[Span, ...]) -> Iterator[tuple[Span, ...]]:
             first = index
 
 
-def _batches(runs: Runs) -> Iterable[Runs]:
-    if int(runs[:, 2].sum()) <= _BATCH_BYTES:
+def _batches(runs: Runs, most_bytes: int) -> Iterable[Runs]:
+    if int(runs[:, 2].sum()) <= most_bytes:
         return (runs,) if len(runs) else ()
     ends = np.cumsum(runs[:, 2])
-    cuts = np.flatnonzero(np.diff(ends // _BATCH_BYTES)) + 1
+    cuts = np.flatnonzero(np.diff(ends // most_bytes)) + 1
     return (part for part in np.split(runs, cuts) if len(part))

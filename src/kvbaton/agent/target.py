@@ -87,6 +87,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvbaton.agent.card_requests import CardRequests, is_answer_after
 from kvbaton.agent.decline_notices import DeclineNotices
 from kvbaton.agent.engine_port import Allocation, HandoffStats, Landed, SourceRequest, TargetEnded
 from kvbaton.agent.ports import Clock, Control, EnginePort, Ranks
@@ -142,7 +143,6 @@ from kvbaton.core.messages import (
     Confirmed,
     Grant,
     Heartbeat,
-    Hello,
     Message,
     Over,
     Prefilled,
@@ -161,7 +161,6 @@ __all__ = ["TargetRecord", "TargetSide"]
 log = logging.getLogger(__name__)
 
 _MAX_ENDS = 4096
-_MAX_DIALLED = 4096
 _MAX_SOURCES = 1024
 
 _MAX_STALE = 8
@@ -203,6 +202,8 @@ class TargetRecord:
     request: SourceRequest
     give_up_at: float
     retry: Backoff
+    asked_before: int
+    """The last question for a card that was sent before this request came: the process that it names was alive since."""
     furthest: tuple[int, int] = (-1, 0)
     """The furthest that it ever got: the stage, and what was announced or moved, and summed by then."""
     capped_at: float = 0.0
@@ -312,11 +313,10 @@ class TargetSide:
         self._last_grant = 0
         self._last_sequence: BoundedMap[Incarnation, int] = BoundedMap(_MAX_SOURCES)
         self._ended: BoundedMap[tuple[HandoffKey, int], _TargetEnd] = BoundedMap(_MAX_ENDS)
-        self._dialled_at: BoundedMap[ControlAddress, float] = BoundedMap(_MAX_DIALLED)
-        self._hang_up_at = clock()
+        self.card_requests = CardRequests(card, limits, clock, control)
         self._questions = Questions()
         self._timers = Timers(limits, clock, lambda key, now: self._look_at(self.live[key], now))
-        self.decline_notices = DeclineNotices(limits, clock, control, self._dial)
+        self.decline_notices = DeclineNotices(limits, clock, control, self.card_requests)
         self.aux_slots = AuxSlots(card.ranks[0].aux)
         self.quarantined_blocks = 0
         """Blocks that no request may use until every copy into them has provably stopped."""
@@ -562,12 +562,14 @@ class TargetSide:
         # A notice about an earlier request of this key would make the source drop this one.
         self.decline_notices.forget(request.key)
         now = self._clock()
-        record = TargetRecord(request, now + self._limits.transfer_timeout, Backoff.start(self._limits, now))
+        record = TargetRecord(
+            request, now + self._limits.transfer_timeout, Backoff.start(self._limits, now), self.card_requests.asked
+        )
         self.live[request.key] = record
         self.renew_cap(record)
         self._watch(record)
         if source is None:
-            self._dial(request.source)
+            self.card_requests.dial(request.source)
         else:
             self._take_source(record, source)
 
@@ -600,12 +602,18 @@ class TargetSide:
 
     # What is learnt about the source.
 
-    def on_card(self, card: Card, address: ControlAddress) -> None:
-        """A peer has shown its card at `address`: go on with every hand-off that waited for it."""
-        self._dialled_at.pop(address, None)
+    def on_card(self, card: Card, address: ControlAddress, answers: int | None = None) -> None:
+        """A peer has shown its card at `address`, in answer to question `answers`: go on with all that waited for it.
+
+        A card may be late, and its process dead: what names another incarnation waits for the answer to a later question.
+        """
+        self.card_requests.on_answer(address)
         for record in self._waiting_for(address):
-            self._take_source(record, card)
-        self.decline_notices.on_card(card, address)
+            if self._is_named(record, card) or is_answer_after(record.asked_before, answers):
+                self._take_source(record, card)
+            else:
+                self.card_requests.dial(address, after=record.asked_before)
+        self.decline_notices.on_card(card, address, answers)
 
     def resend_to(self, source: Incarnation) -> None:
         """A source asks for our card: it has dropped what was sent before as coming from an unknown peer. Send it again.
@@ -622,7 +630,7 @@ class TargetSide:
         A `source` that has shown who it is gets one decline of each: its engine may have the request too, and would wait for us
         until `queue_timeout`. None is repeated, because a refused peer owes no answer.
         """
-        self._dialled_at.pop(address, None)
+        self.card_requests.on_answer(address)
         self.decline_notices.on_refused_peer(address)
         for record in self._waiting_for(address):
             record.peer_is_quiet = True
@@ -899,15 +907,17 @@ class TargetSide:
         """Ask again what has no answer, fence what does not stop, and give up what makes no progress."""
         self.decline_notices.tick()
         self._timers.tick()
-        if self._dialled_at and self._hang_up_at <= self._clock():
-            self._hang_up()
+        due_at = self.card_requests.next_deadline()
+        if due_at is not None and due_at <= self._clock():
+            needed = {record.request.source for record in self.live.values() if record.source is None}
+            self.card_requests.hang_up(needed | self.decline_notices.unanswered())
 
     def next_deadline(self) -> float | None:
         """When `tick` next has something to do; may be early."""
         moments = (
             self._timers.next_deadline(),
             self.decline_notices.next_deadline(),
-            self._hang_up_at if self._dialled_at else None,
+            self.card_requests.next_deadline(),
         )
         return min((when for when in moments if when is not None), default=None)
 
@@ -1005,7 +1015,7 @@ class TargetSide:
         elif record.state in _CLOSING:
             self.send_stop(record)
         elif record.source is None:
-            self._dial(record.request.source)
+            self.card_requests.dial(record.request.source)
         else:
             self.send_grant(record)
 
@@ -1172,38 +1182,24 @@ class TargetSide:
             text = record.reason if outcome is not None else ""
             self._observe(note(record.key, Side.TARGET, stage, self._clock(), span, outcome=outcome, text=text))
 
-    def _dial(self, address: ControlAddress) -> None:
-        """Ask for the card of the peer at a source's address; one question does for all hand-offs that wait for the answer."""
-        now = self._clock()
-        if now - self._dialled_at.get(address, -math.inf) >= self._limits.retry / 2:
-            if not self._dialled_at:
-                self._hang_up_at = now + self._limits.retry
-            self._dialled_at[address] = now
-            self._control.dial(address, Hello(self._card, wants_answer=True))
-
-    def _hang_up(self) -> None:
-        """Dial no address any longer that has not answered and that nothing needs: dials end with their requests."""
-        self._hang_up_at = self._clock() + self._limits.retry
-        needed = {record.request.source for record in self.live.values() if record.source is None}
-        needed |= self.decline_notices.unanswered()
-        for address in [address for address in self._dialled_at if address not in needed]:
-            del self._dialled_at[address]
-            self._control.hang_up(address)
-
     def _take_source(self, record: TargetRecord, card: Card) -> None:
         """The card of the peer at the source's address is known: it is the source, if it is the incarnation that was meant.
 
         Another incarnation never had the cache: the process that computed it is gone, and with it everything it could write.
         """
-        expected = record.request.source_incarnation
-        if expected is not None and expected != card.incarnation:
+        if not self._is_named(record, card):
             record.peer_is_quiet = True
+            expected = record.request.source_incarnation
             reason = f"the source restarted: incarnation {expected} is gone, {card.incarnation} answers in its place"
             self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, reason)
         else:
             record.source = card.incarnation
             record.source_area = card.ranks[0].aux
             self.step(record, TargetEvent.PEER_KNOWN)
+
+    @staticmethod
+    def _is_named(record: TargetRecord, card: Card) -> bool:
+        return record.request.source_incarnation in (None, card.incarnation)
 
     def _waiting_for(self, address: ControlAddress) -> list[TargetRecord]:
         waiting = (TargetState.QUEUED, TargetState.HANDSHAKING)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import IO, TYPE_CHECKING, cast
 
@@ -21,6 +21,7 @@ from kvbaton.engines.table import DEFAULT_ENGINE
 from kvbaton.launch.restarts import DEFAULT_RESTARTS, RestartPolicy, RestartSchedule
 
 if TYPE_CHECKING:
+    from kvbaton.engines.base import EngineOptions
     from kvbaton.launch.fleet import Fleet
 
 __all__ = ["up"]
@@ -42,6 +43,7 @@ def up(
     port: int = 8000,
     handoff: HandoffOptions = DEFAULT_HANDOFF,
     restarts: int = DEFAULT_RESTARTS,
+    ray: bool = False,
     verbose: bool = False,
 ) -> int:
     """Start a router, prefill and decode instances on this machine, and a chat page to use them.
@@ -65,6 +67,9 @@ def up(
         port of the router.
     restarts
         how often one part may be restarted within 10 minutes; one more death ends all parts, with exit code 1. 0: never.
+    ray
+        run the parts as replicas of Ray Serve, on the cluster that RAY_ADDRESS names or a new one of this machine; Serve
+        restarts what dies. `host` and `port` are those of Serve. Needs the extra `ray`.
     verbose
         show everything that the parts log.
     """
@@ -95,6 +100,9 @@ def up(
         console = Console(file=cast("IO[str]", output))
         progress = partial(console.print, style="dim", highlight=False, markup=False, soft_wrap=True)
         served = plugin.check(sides[0], sides[1], progress).name
+        if ray:
+            counted = [(prefill, prefill_shape), (decode, decode_shape)]
+            return _up_on_ray(console, engine, replace(options, served_name=served), counted, host, port)
         prepared = [plugin.prepare(replace(side, served_name=served), progress) for side in sides]
         ports = PortPicker()
         discovery_port = ports.pick()
@@ -113,6 +121,26 @@ def up(
             except KeyboardInterrupt:
                 console.print("\nstopping; nothing will be left behind")
                 return 0
+
+
+def _up_on_ray(
+    console: Console, engine: str, options: EngineOptions, sides: list[tuple[int, str]], host: str, port: int
+) -> int:
+    """Run the parts as replicas of Ray Serve until Ctrl-C."""
+    from kvbaton.deploy.ray import RaySettings, ReplicaSettings, serve_until_interrupted
+    from kvbaton.transport.table import transport_entry
+
+    shared = {"sharing": options.sharing, "handoff": asdict(options.handoff), "served_name": options.served_name}
+    # Replicas may be on different machines, which share no memory; what Ray gets by default crosses hosts.
+    if transport_entry(options.transport).crosses_hosts:
+        shared["transport"] = options.transport
+    prefill, decode = (ReplicaSettings(least=count, engine={"shape": shape}) for count, shape in sides)
+    settings = RaySettings(options.model, engine, prefill, decode, options=shared)
+    end_like_ctrl_c()
+    started = time.monotonic()
+    ready = partial(_welcome, console, host, port, options.served_name)
+    serve_until_interrupted(settings, host, port, lambda: ready(time.monotonic() - started))
+    return 0
 
 
 def _watch(fleet: Fleet, policy: RestartPolicy, healthy_within_s: float, console: Console) -> int:

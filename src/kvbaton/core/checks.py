@@ -25,7 +25,7 @@ from kvbaton.core.pair import Share, channel_offsets, common_heads, join_runs, l
 from kvbaton.core.segments import Numbers, Places, block_places, check_list, segments_of, state_block
 from kvbaton.errors import RangeError
 
-__all__ = ["ONE_IN", "PIECE_TOKENS", "LegPart", "PiecePlanner", "Pieces", "SpanSum", "plan_pieces", "sums_problem"]
+__all__ = ["ONE_IN", "PIECE_TOKENS", "LegPart", "PiecePlanner", "Pieces", "SpanSum", "sums_problem"]
 
 Pieces = npt.NDArray[np.int64]
 """Shape (n, 2): offset from the start of the region, and bytes; in the order in which they are summed."""
@@ -61,20 +61,6 @@ class LegPart:
         return tuple(sorted((head for each in shares for head in each.heads), key=lambda each: each.start))
 
 
-def plan_pieces(
-    layout: Layout,
-    blocks: BlockLists,
-    key: HandoffKey,
-    span: Span,
-    cached_tokens: int,
-    integrity: Integrity,
-    total_tokens: int | None = None,
-    part: LegPart | None = None,
-) -> Pieces:
-    """The pieces of this rank's region that are summed for `span`; see `PiecePlanner.plan`."""
-    return PiecePlanner(layout, part).plan(blocks, key, span, cached_tokens, integrity, total_tokens)
-
-
 class PiecePlanner:
     """Plans what one rank sums of a leg, or with no `part`, of all that it holds.
 
@@ -107,24 +93,12 @@ class PiecePlanner:
         cached_tokens: int,
         integrity: Integrity,
         total_tokens: int | None = None,
-    ) -> Pieces:
-        """The pieces of the region that are summed for `span`; raises RangeError for what does not exist.
-
-        `total_tokens` is the length of the whole sequence, by default the end of the span.
-        """
-        parts = self.parts(blocks, key, span, cached_tokens, integrity, total_tokens)
-        return np.concatenate(parts) if parts else np.empty((0, 2), np.int64)
-
-    def parts(
-        self,
-        blocks: BlockLists,
-        key: HandoffKey,
-        span: Span,
-        cached_tokens: int,
-        integrity: Integrity,
-        total_tokens: int | None = None,
     ) -> list[Pieces]:
-        """What `plan` returns, in parts: one per layer and plane."""
+        """The pieces of the region that are summed for `span`, one part per layer and plane, in the order of the sum.
+
+        `total_tokens` is the length of the whole sequence, by default the end of the span. Raises RangeError for what does
+        not exist.
+        """
         if len(blocks) != len(self._groups):
             raise RangeError(f"block lists are for {len(blocks)} groups where the layout has {len(self._groups)}")
         first, total = max(span.first_token, cached_tokens), span.end_token if total_tokens is None else total_tokens

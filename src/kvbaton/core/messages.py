@@ -66,10 +66,17 @@ Reason = Annotated[str, Meta(max_length=2 * MAX_REASON)]
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Either side: the card of the sender; with `wants_answer`, a request for the card of the receiver."""
+    """Either side: the card of the sender; with `wants_answer`, a request for the card of the receiver.
+
+    `question` numbers such a request, and `answers` is the number of the one that this answers; 0 where there is none. Only a
+    process that lives can answer what it was asked just now: that orders the incarnations at an address, without a clock.
+    Releases before that send no `answers` at all.
+    """
 
     card: Card
     wants_answer: bool
+    question: Number = 0
+    answers: Number | None = None
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

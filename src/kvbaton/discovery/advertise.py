@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvbaton.config import is_loopback
 from kvbaton.core.addresses import ControlAddress, in_url
@@ -14,8 +14,6 @@ from kvbaton.errors import AddressError, ConfigError
 __all__ = ["advertised_host", "is_wildcard", "numeric_host"]
 
 _SOME_PORT = 1
-
-_OwnAddress = Callable[[str, int], str | None]
 
 
 def is_wildcard(host: str) -> bool:
@@ -36,9 +34,7 @@ def numeric_host(host: str, option: str = "--host") -> str:
     return str(addresses[0][4][0])
 
 
-def advertised_host(
-    host: str, given: str | None = None, routers: Sequence[str] = (), own_address: _OwnAddress | None = None
-) -> str:
+def advertised_host(host: str, given: str | None = None, routers: Sequence[str] = ()) -> str:
     """Where others reach an instance that listens on `host`: `given`, else `host` itself.
 
     When that is every address of this machine, it is the one from which the first router that has a route is reached; no
@@ -48,10 +44,9 @@ def advertised_host(
         return _usable(given, "--advertise-host")
     if not is_wildcard(host):
         return _usable(host, "--host")
-    look = own_address or _own_address_towards
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for router in routers:
-        found = look(router, family)
+        found = _own_address_towards(router, family)
         if found is not None:
             return found
     routes = f"; no route leads from there to {' or '.join(routers)}" if routers else ""

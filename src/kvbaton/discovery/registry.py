@@ -196,6 +196,8 @@ class Registry:
         self._models = _Models()
         self._refused: BoundedMap[_Key, RefusedInstance] = BoundedMap(max_refused)
         self._superseded: BoundedMap[tuple[str, str], float] = BoundedMap(max_instances)
+        self._last_held: BoundedMap[str, str] = BoundedMap(max_instances)
+        """By address: the incarnation that left or expired there last. Seen again, it is not the later one of two."""
         self._left: BoundedMap[tuple[str, str, str], float] = BoundedMap(max_instances)
         self._comings: BoundedMap[_Key, tuple[int, float]] = BoundedMap(max_instances)
         self._expired: deque[Instance] = deque(maxlen=max_instances)
@@ -359,6 +361,7 @@ class Registry:
     def _remove(self, key: _Key) -> Instance:
         gone = self._live.pop(key)
         self._models.remove(gone.registration)
+        self._last_held[gone.http_address] = gone.registration.incarnation
         self.version += 1
         return gone
 
@@ -406,9 +409,12 @@ class Registry:
         earlier = self._other_processes(message)
         for instance in earlier:
             self._remove(_key(instance.registration))
-            incarnation = instance.registration.incarnation
-            if incarnation and incarnation != message.incarnation:
-                self._superseded[instance.http_address, incarnation] = now
+        # Also one that had expired or left before: with its successor aside or late, its last message, late itself, would
+        # otherwise take the address back, and the successor would be refused.
+        incarnations = {instance.registration.incarnation for instance in earlier}
+        incarnations.add(self._last_held.pop(message.http_address, ""))
+        for incarnation in incarnations - {"", message.incarnation}:
+            self._superseded[message.http_address, incarnation] = now
         if message.incarnation:
             self._superseded.pop((message.http_address, message.incarnation), None)
         return earlier

@@ -29,6 +29,7 @@ from kvbaton.launch.local import new_cluster_key
 from kvbaton.launch.ports import PortPicker
 
 __all__ = [
+    "LOOPBACK",
     "OWN_CONNECTOR",
     "CommandRequest",
     "Controls",
@@ -47,6 +48,9 @@ Role = Literal["prefill", "decode", "both"]
 
 Progress = Callable[[str], None]
 """Gets a line before each step that takes long."""
+
+LOOPBACK = "127.0.0.1"
+"""Where instances listen that are reached from this machine only."""
 
 OWN_CONNECTOR = "kvbaton"
 """The connector that every engine has: ours."""
@@ -91,6 +95,8 @@ class EngineOptions:
     """More arguments for the engine's own command line."""
     counts_directory: str = ""
     """Where engines count the bytes that another connector's library has stored; one that is ours reports them itself."""
+    host: str = LOOPBACK
+    """The IP address of this machine on which instances listen, and under which others reach them."""
     cluster_key: str = field(default_factory=new_cluster_key, repr=False)
     """Admits the instances of a set-up to each other. Travels in the environment: every user can read command lines."""
 
@@ -119,6 +125,8 @@ class Support:
     """Whether its instances can hand over to and from those of another engine, under one `model_id`."""
     shapes: bool = False
     """Whether an instance can consist of more than one rank."""
+    hosts: bool = False
+    """Whether `prepare` can make instances that others reach from another machine."""
     cache_dtypes: tuple[str, ...] = ("float32",)
 
 
@@ -160,7 +168,7 @@ class PreparedEngine(ABC):
 
     @abstractmethod
     def part(self, name: str, role: str, ports: PortPicker, routers: Sequence[str] = ()) -> FleetPart:
-        """The process of one instance, on free loopback ports; it registers with `routers` (discovery addresses)."""
+        """The process of one instance, on free ports; it registers with `routers` (discovery addresses)."""
 
 
 class EnginePlugin(ABC):
@@ -226,6 +234,8 @@ class EnginePlugin(ABC):
             raise ConfigError(f"{self.title} cannot hand over to or from another engine so far; use one engine for both sides")
         if not support.shapes and Shape.parse(options.shape) != Shape():
             raise ConfigError(f"a shape is {options.shape}; instances of {self.title} have one rank here, leave it out")
+        if options.host != LOOPBACK and not support.hosts:
+            raise ConfigError(f"host is {options.host}; {self.title} is started on {LOOPBACK} only, leave it out")
         for option, control in (("--drop-writes", "drop_writes"), ("--drop", "drop"), ("--decode-lacks", "lacks")):
             if getattr(controls, control) and control not in support.controls:
                 others = " or ".join(f"--{each.replace('_', '-')}" for each in support.controls)
@@ -236,6 +246,6 @@ def pair_parts(
     prefill: PreparedEngine, decode: PreparedEngine, counts: tuple[int, int], ports: PortPicker, discovery_port: int
 ) -> list[FleetPart]:
     """So many prefill and decode instances, which register with the router of this machine at `discovery_port`."""
-    routers = [f"127.0.0.1:{discovery_port}"]
+    routers = [f"{LOOPBACK}:{discovery_port}"]
     sides = (("prefill", prefill, counts[0]), ("decode", decode, counts[1]))
     return [side.part(f"{role}-{index}", role, ports, routers) for role, side, count in sides for index in range(count)]

@@ -67,10 +67,9 @@ class KVTransferParams(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class SourceParams:
-    """The caller wants this instance to prefill, and another one to decode: `target`, where the request id names it."""
+    """The caller wants this instance to prefill, and another one to decode, which will connect: its address is not needed."""
 
     transfer_id: TransferId
-    target: ControlAddress | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +148,7 @@ def read_params(
     if params.do_remote_decode and params.do_remote_prefill:
         raise _bad("do_remote_prefill", "do_remote_decode and do_remote_prefill are both true; a request has one side only")
     if params.do_remote_decode:
-        return SourceParams(_transfer_id(params, make_id), _named_target(request_id))
+        return SourceParams(_transfer_id(params, make_id))
     incarnation = Incarnation(params.remote_engine_id) if params.remote_engine_id else None
     transfer_id = _transfer_id(params, None)
     source, target = _addresses(params, request_id)
@@ -204,14 +203,6 @@ def _transfer_id(params: KVTransferParams, make_id: Callable[[], TransferId] | N
     if not params.transfer_id.isprintable():
         raise _bad("transfer_id", f"{params.transfer_id!a} has characters that cannot be printed; log lines carry it")
     return TransferId(params.transfer_id)
-
-
-def _named_target(request_id: str | None) -> ControlAddress | None:
-    """The decode address in a request id; None where it has none: a source waits for its target to connect."""
-    try:
-        return parse_request_id(request_id)[1] if request_id else None
-    except AddressError:
-        return None
 
 
 def _addresses(params: KVTransferParams, request_id: str | None) -> tuple[ControlAddress, ControlAddress | None]:

@@ -5,7 +5,6 @@ They are read once and checked where the server starts; every mistake is named b
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import ClassVar
 
 import msgspec
 
-from kvbaton.config import CLUSTER_KEY_VARIABLE, HandoffSettings, Limits, Trust, parse_trust
+from kvbaton.config import CLUSTER_KEY_VARIABLE, HandoffSettings, Limits, Trust, nearest_known, parse_trust
 from kvbaton.core.handoff import Integrity, Mode
 from kvbaton.discovery.announcer import DEFAULT_HEARTBEAT_S, LONGEST_HEARTBEAT_S
 from kvbaton.discovery.messages import check_http_address
@@ -92,12 +91,11 @@ class HostedSettings(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def check_keys(cls, keys: Iterable[str]) -> None:
         """Raise ConfigError for the first key that is unknown."""
-        known = cls.__struct_fields__
+        known = sorted(cls.__struct_fields__)
         for key in keys:
             if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
-                raise ConfigError(f"{cls.where}: unknown key {key!r}; {cls.elsewhere.get(key, hint)}")
+                hint = cls.elsewhere.get(key) or nearest_known(key, known)
+                raise ConfigError(f"{cls.where}: unknown key {key!r}; {hint}")
 
     @classmethod
     def by_key(cls, error: ConfigError) -> ConfigError:

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from kvbaton.agent.driver import Driver
+from kvbaton.agent.rank_sets import LocalRanks
 from kvbaton.agent.sockets import ControlSockets
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits, Trust
 from kvbaton.core.addresses import ControlAddress
@@ -128,7 +129,9 @@ def open_driver(
             opened.callback(transport.close)
         card = instance_card(incarnation, model, agents.limits, [RankCard(0, layout, (transport.endpoint(),))])
         limits = limits or agents.limits
-        driver = Driver(card, layout, transport, limits, sockets, news, agents.handoff, observe, memory=region.accessor())
+        unfenced = agents.handoff.unfenced_writes
+        ranks = LocalRanks(layout, transport, limits.transfer_timeout, region.accessor(), unfenced_writes=unfenced)
+        driver = Driver(card, ranks, limits, sockets, news, agents.handoff, observe)
         opened.pop_all()
     return driver
 

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvbaton.agent.driver import RanksDriver
+from kvbaton.agent.driver import Driver
 from kvbaton.config import CLUSTER_KEY_VARIABLE, HandoffSettings, Trust, parse_trust
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Mode
@@ -90,7 +90,7 @@ class LocalEngine(EngineClient, Protocol):
     """An engine with agents of its own, which it has opened and not started."""
 
     @property
-    def driver(self) -> RanksDriver:
+    def driver(self) -> Driver:
         """Its agents."""
 
 
@@ -117,7 +117,7 @@ def serve_local(make_engine: Callable[[LocalSettings], LocalEngine]) -> None:
 
 async def serve_engine(
     engine: EngineClient,
-    driver: RanksDriver,
+    driver: Driver,
     *,
     role: Role,
     host: str,

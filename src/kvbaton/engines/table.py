@@ -7,11 +7,11 @@ quick, and one that cannot be imported costs nothing until it is chosen.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from importlib import metadata
 from typing import TYPE_CHECKING
 
+from kvbaton.config import nearest_known
 from kvbaton.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,9 +41,7 @@ def known_engine(name: str, option: str = "--engine") -> str:
     """`name`. Raises ConfigError, naming `option` and the nearest known name, when no engine has it; imports none."""
     names = engine_names()
     if name not in names:
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
-        raise ConfigError(f"{option} is {name!r}, which is no engine; {hint}")
+        raise ConfigError(f"{option} is {name!r}, which is no engine; {nearest_known(name, names)}")
     return name
 
 

@@ -146,13 +146,13 @@ class Fleet(contextlib.AbstractContextManager["Fleet"]):
         """Every part that has ended by itself and was not restarted."""
         return [death for running in self._running if (death := running.death()) is not None]
 
-    def stop(self) -> None:
+    def stop(self, kill_after_s: float = _KILL_AFTER_S) -> None:
         """End every part, politely first, and wait until they are gone; removes the logs. Their last output is not shown."""
         for running in self._running:
             running.is_ending = True
             if running.process.poll() is None:
                 running.process.terminate()
-        give_up_at = time.monotonic() + _KILL_AFTER_S
+        give_up_at = time.monotonic() + kill_after_s
         for running in self._running:
             try:
                 running.process.wait(max(0.0, give_up_at - time.monotonic()))

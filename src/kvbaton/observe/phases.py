@@ -87,18 +87,6 @@ class Sides:
         """The track of a side."""
         return self.source if side is Side.SOURCE else self.target
 
-    def first(self, side: Side, stage: Stage) -> float | None:
-        """When a side first reached a stage."""
-        return self.of(side).first(stage)
-
-    def settled(self, side: Side, stage: Stage) -> float | None:
-        """When a side first reached a stage after its last retraction."""
-        return self.of(side).settled(stage)
-
-    def moments(self, side: Side, stage: Stage) -> list[Moment]:
-        """Every note of a stage of a side."""
-        return self.of(side).moments(stage)
-
     @property
     def last_s(self) -> float:
         """When the last note of both was."""
@@ -107,29 +95,29 @@ class Sides:
     @property
     def first_token_s(self) -> float | None:
         """When the source chose its first token; without a record of the source, when the target received `prefilled`."""
-        return _either(self.settled(Side.SOURCE, Stage.PREFILLED), self.settled(Side.TARGET, Stage.PREFILLED))
+        return _either(self.source.settled(Stage.PREFILLED), self.target.settled(Stage.PREFILLED))
 
     @property
     def granted_s(self) -> float | None:
         """When the source had its grant. A source that held the finished cache notes no grant: it announces at once."""
-        return _either(self.first(Side.SOURCE, Stage.GRANTED), self.first(Side.SOURCE, Stage.ANNOUNCED))
+        return _either(self.source.first(Stage.GRANTED), self.source.first(Stage.ANNOUNCED))
 
     @property
     def ready_s(self) -> float | None:
         """When the target's engine took the cache into a step; of a request that needed no step, when it was confirmed."""
-        return _either(self.first(Side.TARGET, Stage.FIRST_STEP), self.confirmed_s)
+        return _either(self.target.first(Stage.FIRST_STEP), self.confirmed_s)
 
     @property
     def confirmed_s(self) -> float | None:
         """When the target had the confirmation; where the source writes, when it was delivered."""
-        ended = self.moments(Side.TARGET, Stage.ENDED)
+        ended = self.target.moments(Stage.ENDED)
         delivered = next((at for at, note in ended if note.outcome is Outcome.DELIVERED), None)
-        return _either(self.settled(Side.TARGET, Stage.CONFIRMED), delivered)
+        return _either(self.target.settled(Stage.CONFIRMED), delivered)
 
     @property
     def moved(self) -> list[Moment]:
         """Every span that was moved; none where the source writes, because only the side that executes the copy notes spans."""
-        return self.moments(Side.TARGET, Stage.MOVED)
+        return self.target.moments(Stage.MOVED)
 
 
 def bars(sides: Sides) -> tuple[Bar, ...]:
@@ -152,35 +140,34 @@ def waits(sides: Sides) -> tuple[Wait, ...]:
 
 
 def _milestones(sides: Sides) -> Iterator[tuple[HandoffPhase, float | None]]:
-    target = Side.TARGET
-    yield HandoffPhase.ROUTER, sides.first(target, Stage.ARRIVED)
-    yield HandoffPhase.QUEUE, sides.first(target, Stage.ALLOCATED)
-    yield HandoffPhase.HANDSHAKE, sides.first(target, Stage.GRANT_SENT)
+    yield HandoffPhase.ROUTER, sides.target.first(Stage.ARRIVED)
+    yield HandoffPhase.QUEUE, sides.target.first(Stage.ALLOCATED)
+    yield HandoffPhase.HANDSHAKE, sides.target.first(Stage.GRANT_SENT)
     yield HandoffPhase.GRANT, sides.granted_s
-    yield HandoffPhase.ANNOUNCEMENT, sides.settled(target, Stage.PREFILLED)
-    yield HandoffPhase.WIRE, _either(sides.settled(target, Stage.FILLED), max((at for at, _ in sides.moved), default=None))
+    yield HandoffPhase.ANNOUNCEMENT, sides.target.settled(Stage.PREFILLED)
+    yield HandoffPhase.WIRE, _either(sides.target.settled(Stage.FILLED), max((at for at, _ in sides.moved), default=None))
     yield HandoffPhase.CONFIRMATION, sides.confirmed_s
-    yield HandoffPhase.FIRST_STEP, sides.first(target, Stage.FIRST_STEP)
+    yield HandoffPhase.FIRST_STEP, sides.target.first(Stage.FIRST_STEP)
 
 
 def _all_bars(sides: Sides) -> Iterator[Bar | None]:
     source, target = Side.SOURCE, Side.TARGET
-    yield _bar(sides, HandoffPhase.QUEUE, source, sides.first(source, Stage.ARRIVED), _started(sides))
+    yield _bar(sides, HandoffPhase.QUEUE, source, sides.source.first(Stage.ARRIVED), _started(sides))
     yield _prefill(sides)
     yield _router(sides)
-    yield _bar(sides, HandoffPhase.QUEUE, target, sides.first(target, Stage.ARRIVED), sides.first(target, Stage.ALLOCATED))
-    granted = sides.first(target, Stage.GRANT_SENT)
-    yield _bar(sides, HandoffPhase.HANDSHAKE, target, sides.first(target, Stage.ALLOCATED), granted)
-    answered = _either(sides.first(target, Stage.ANNOUNCED), sides.first(target, Stage.PREFILLED))
+    yield _bar(sides, HandoffPhase.QUEUE, target, sides.target.first(Stage.ARRIVED), sides.target.first(Stage.ALLOCATED))
+    granted = sides.target.first(Stage.GRANT_SENT)
+    yield _bar(sides, HandoffPhase.HANDSHAKE, target, sides.target.first(Stage.ALLOCATED), granted)
+    answered = _either(sides.target.first(Stage.ANNOUNCED), sides.target.first(Stage.PREFILLED))
     # A source that is not recorded had the grant at the latest when its first answer arrived.
     received = _either(sides.granted_s, answered)
     yield _bar(sides, HandoffPhase.GRANT, target, granted, received)
     yield _wire(sides)
-    asked = _either(sides.settled(target, Stage.FILLED), sides.settled(source, Stage.CONFIRMED))
+    asked = _either(sides.target.settled(Stage.FILLED), sides.source.settled(Stage.CONFIRMED))
     confirmed = sides.confirmed_s
     yield _bar(sides, HandoffPhase.CONFIRMATION, target, asked, confirmed)
-    stepped = sides.first(target, Stage.FIRST_STEP)
-    if stepped is not None or sides.first(target, Stage.ENDED) is None:
+    stepped = sides.target.first(Stage.FIRST_STEP)
+    if stepped is not None or sides.target.first(Stage.ENDED) is None:
         yield _bar(sides, HandoffPhase.FIRST_STEP, target, confirmed, stepped)
 
 
@@ -204,22 +191,22 @@ def _shares(sides: Sides, start: float, end: float) -> tuple[float, float]:
 
 
 def _started(sides: Sides) -> float | None:
-    return _either(sides.first(Side.SOURCE, Stage.STARTED), sides.first(Side.SOURCE, Stage.COMPUTED))
+    return _either(sides.source.first(Stage.STARTED), sides.source.first(Stage.COMPUTED))
 
 
 def _router(sides: Sides) -> Bar | None:
     """Pull only: the router calls the target after the source has answered. In push the target has the request earlier."""
-    done, asked = sides.settled(Side.SOURCE, Stage.PREFILLED), sides.first(Side.TARGET, Stage.ARRIVED)
+    done, asked = sides.source.settled(Stage.PREFILLED), sides.target.first(Stage.ARRIVED)
     if done is None or asked is None or asked <= done:
         return None
     return _bar(sides, HandoffPhase.ROUTER, Side.TARGET, done, asked)
 
 
 def _prefill(sides: Sides) -> Bar | None:
-    whole = _bar(sides, HandoffPhase.PREFILL, Side.SOURCE, _started(sides), sides.settled(Side.SOURCE, Stage.PREFILLED))
+    whole = _bar(sides, HandoffPhase.PREFILL, Side.SOURCE, _started(sides), sides.source.settled(Stage.PREFILLED))
     if whole is None:
         return None
-    return msgspec.structs.replace(whole, parts=tuple(_chunks(sides.moments(Side.SOURCE, Stage.COMPUTED), whole.start_s)))
+    return msgspec.structs.replace(whole, parts=tuple(_chunks(sides.source.moments(Stage.COMPUTED), whole.start_s)))
 
 
 def _chunks(computed: list[Moment], start: float) -> Iterator[Bar]:
@@ -231,12 +218,12 @@ def _chunks(computed: list[Moment], start: float) -> Iterator[Bar]:
 
 def _wire(sides: Sides) -> Bar | None:
     spans = tuple(_spans(sides))
-    announced = _either(sides.first(Side.SOURCE, Stage.ANNOUNCED), sides.first(Side.TARGET, Stage.ANNOUNCED))
+    announced = _either(sides.source.first(Stage.ANNOUNCED), sides.target.first(Stage.ANNOUNCED))
     if announced is None and not spans:
         return None
     start = min([span.start_s for span in spans] + ([] if announced is None else [announced]))
     done = max((span.end_s for span in spans), default=sides.confirmed_s)
-    is_in = _either(sides.settled(Side.TARGET, Stage.FILLED), sides.confirmed_s) is not None
+    is_in = _either(sides.target.settled(Stage.FILLED), sides.confirmed_s) is not None
     whole = _bar(sides, HandoffPhase.WIRE, Side.TARGET, start, done)
     if whole is None:
         return None
@@ -254,7 +241,7 @@ def _wire(sides: Sides) -> Bar | None:
 
 def _spans(sides: Sides) -> Iterator[Bar]:
     """One bar per span that was moved, from its latest announcement before that."""
-    announced = sides.moments(Side.SOURCE, Stage.ANNOUNCED) or sides.moments(Side.TARGET, Stage.ANNOUNCED)
+    announced = sides.source.moments(Stage.ANNOUNCED) or sides.target.moments(Stage.ANNOUNCED)
     by_layers: dict[tuple[int, int], list[Moment]] = {}
     for moment in announced:
         by_layers.setdefault((moment[1].first_layer, moment[1].end_layer), []).append(moment)

@@ -189,13 +189,13 @@ def _end(side: Side, track: Track) -> SideEnd:
 
 
 def _marks(sides: Sides) -> Iterator[Mark]:
-    token_s = sides.settled(Side.SOURCE, Stage.PREFILLED)
+    token_s = sides.source.settled(Stage.PREFILLED)
     if token_s is not None:
         yield Mark("first token", Side.SOURCE, token_s)
     for side in Side:
-        for at, _ in sides.moments(side, Stage.RETRACTED):
+        for at, _ in sides.of(side).moments(Stage.RETRACTED):
             yield Mark("retracted", side, at)
-        for at, note in sides.moments(side, Stage.ENDED):
+        for at, note in sides.of(side).moments(Stage.ENDED):
             if note.outcome is not None and note.outcome is not Outcome.DELIVERED:
                 yield Mark(str(note.outcome), side, at)
 
@@ -223,7 +223,7 @@ def _sentences(
 
 
 def _retractions(sides: Sides) -> Iterator[str]:
-    count = len(sides.moments(Side.SOURCE, Stage.RETRACTED)) or len(sides.moments(Side.TARGET, Stage.RETRACTED))
+    count = len(sides.source.moments(Stage.RETRACTED)) or len(sides.target.moments(Stage.RETRACTED))
     if count:
         times = "once" if count == 1 else f"{count} times"
         yield f"The source was preempted {times}: it retracted what it had announced, and computed again."
@@ -234,11 +234,9 @@ def _delivery(sides: Sides, waited: tuple[Wait, ...], clock: ClockOffset) -> str
     if exposed is None:
         return "The cache was delivered; when the first token was chosen is not known."
     since = (
-        "the first token"
-        if sides.settled(Side.SOURCE, Stage.PREFILLED) is not None
-        else "the target was notified of the first token"
+        "the first token" if sides.source.settled(Stage.PREFILLED) is not None else "the target was notified of the first token"
     )
-    stepped = sides.first(Side.TARGET, Stage.FIRST_STEP) is not None
+    stepped = sides.target.first(Stage.FIRST_STEP) is not None
     what = "The first decode step came" if stepped else "The cache had landed"
     doubt = f" (± {duration(clock.uncertain_s)})" if clock.uncertain_s is not None else ""
     longest = max(waited, key=lambda wait: wait.seconds, default=None)

@@ -139,6 +139,7 @@ class Chooser:
         self._decodes = self._side(())
         self._pairs: dict[tuple[Candidate | None, Candidate, int | None, int | None], InstancePair] = {}
         self._live: tuple[Instance, ...] = ()
+        self._missing = _missing(())
         self.client_limit = math.inf
         """How many sequences of one client may be at the instances at once."""
         self.freed = False
@@ -156,6 +157,7 @@ class Chooser:
         self._slots.keep({instance_key(i.registration) for i in self._live}, now, self._loads.of)
         self._pools = [(pool, self._side(pool.prefills), self._side(pool.decodes)) for pool in pools_of(self._live)]
         self._decodes = self._side(tuple(i for i in self._live if _can_prefill(i)))
+        self._missing = _missing(self._live)
         decodes = sum(i.type is InstanceType.DECODE for i in self._live)
         self.client_limit = self._settings.max_per_client * max(1, decodes) or math.inf
         known = {i.http_address for i in self._live}
@@ -176,7 +178,7 @@ class Chooser:
         if wanted.local and self._decodes.places:
             return self._alone(wanted, now)
         if not pools:
-            return Missing(missing_sides(self._live) or "no instance serves this path; see /instances")
+            return self._missing
         self._turn += 1
         found = self._choose_from(pools[0], wanted, now) if len(pools) == 1 else self._choose_among(pools, wanted, now)
         if isinstance(found, Busy) and found.side is InstanceType.PREFILL and self._settings.local_prefill_when_busy:
@@ -290,6 +292,10 @@ class Chooser:
         if ranks is None or len(ranks.counts) != size:
             ranks = self._ranks[instance.http_address] = _RankLoads([0] * size)
         return ranks.take()
+
+
+def _missing(live: tuple[Instance, ...]) -> Missing:
+    return Missing(missing_sides(live) or "no instance serves this path; see /instances")
 
 
 def _nothing() -> None:

@@ -25,19 +25,6 @@ _NEVER_FORWARDED = {
     "upgrade", "expect", "te", "trailer", "accept-encoding", HTTP_KEY_HEADER,
     CLIENT_HEADER,
 }  # fmt: skip
-_COUNTS = (
-    "max_in_flight",
-    "max_sequences",
-    "max_body_bytes",
-    "max_answer_bytes",
-    "max_head_bytes",
-    "max_held_bytes",
-    "max_json_depth",
-    "max_json_keys",
-    "max_connections",
-    "max_attempts",
-    "processes",
-)
 _OPTIONAL_COUNTS = ("max_per_prefill", "max_per_decode", "max_per_client", "queue_limit", "local_prefill_chars")
 
 
@@ -183,11 +170,10 @@ class RouterSettings(RouterOptions):
             value = getattr(self, name)
             if not math.isfinite(value) or value <= 0:
                 raise ConfigError(f"{name} is {value}; it must be a positive, finite number of seconds")
-        for names, least in ((_COUNTS, 1), (_OPTIONAL_COUNTS, 0)):
-            for name in names:
-                value = getattr(self, name)
-                if value < least:
-                    raise ConfigError(f"{name} is {value}; it must be at least {least}")
+        for name in (name for name, declared in self.__dataclass_fields__.items() if declared.type == "int"):
+            value, least = getattr(self, name), 0 if name in _OPTIONAL_COUNTS else 1
+            if value < least:
+                raise ConfigError(f"{name} is {value}; it must be at least {least}")
         self._check_choices()
 
     def _check_choices(self) -> None:

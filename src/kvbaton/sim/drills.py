@@ -76,6 +76,22 @@ def _answers_to_an_earlier_attempt(rng: random.Random) -> Script:
     return msgspec.structs.replace(script, faults=faults)
 
 
+def _stopped_before(rng: random.Random) -> Script:
+    """A target cancels a hand-off, and another one of the same id after it, to which the answers to the first are late."""
+    at_s = rng.uniform(0.02, 0.2)
+    first = _request(rng, Mode.PUSH, chunk=1)
+    again = _request(rng, Mode.PUSH, chunk=1, tokens=6, at_s=at_s + rng.uniform(0.4, 0.7), steal_id=0)
+    script = msgspec.structs.replace(_stage(rng, writes=True, request=first), step_s=rng.choice((0.05, 0.1)))
+    again_s = again.at_s + rng.uniform(0.1, 0.4)
+    faults = (
+        Fault(FaultKind.SLOW, at_s, who="p0", other="d0", for_s=0.35, number=rng.randint(2, 3)),
+        Fault(FaultKind.CANCEL_TARGET, at_s + 1e-4, number=0),
+        Fault(FaultKind.SLOW, again_s, who="d0", other="p0", for_s=0.3, number=2),
+        Fault(FaultKind.CANCEL_TARGET, again_s + 1e-4, number=1),
+    )
+    return msgspec.structs.replace(script, requests=(first, again), faults=faults, router_cancels=0.0)
+
+
 def _source_releases_unnoticed(rng: random.Random) -> Script:
     """The source frees what is being read, and its target is not notified for a while."""
     request = _request(rng, rng.choice(list(Mode)))
@@ -111,6 +127,19 @@ def _restart_with_mail(rng: random.Random) -> Script:
         Fault(FaultKind.RESTART, at_s + rng.uniform(0.0, 0.05), who="p0"),
     )
     return msgspec.structs.replace(script, faults=faults)
+
+
+def _cards_of_the_dead(rng: random.Random) -> Script:
+    """A source answers its target, dies, and its card arrives when its successor has long been at work for that target."""
+    first = _request(rng, Mode.PUSH, retries=0)
+    later = tuple(_request(rng, Mode.PUSH, at_s=rng.uniform(0.25, 0.5), retries=2) for _ in range(2))
+    script = msgspec.structs.replace(_stage(rng, writes=True, request=first), step_s=rng.choice((0.05, 0.1)))
+    slow_s = rng.uniform(0.05, 0.2)
+    faults = (
+        Fault(FaultKind.SLOW, 0.0, who="p0", other="d0", for_s=slow_s, number=rng.randint(2, 3)),
+        Fault(FaultKind.RESTART, slow_s * rng.uniform(0.2, 1.0), who="p0"),
+    )
+    return msgspec.structs.replace(script, requests=(first, *later), faults=faults)
 
 
 def _corrupted(rng: random.Random) -> Script:
@@ -233,9 +262,11 @@ def _released_again(rng: random.Random) -> Script:
 
 DRILLS: tuple[Callable[[random.Random], Script], ...] = (
     _answers_to_an_earlier_attempt,
+    _stopped_before,
     _source_releases_unnoticed,
     _target_gives_up_unnoticed,
     _restart_with_mail,
+    _cards_of_the_dead,
     _long_queue,
     _corrupted,
     _source_engine_stops,

@@ -104,16 +104,16 @@ class _LateTable(MemoryTable):
 
     def __init__(self) -> None:
         super().__init__(1.0, _MEMORIES)
-        self._addresses: dict[tuple[int, int], int] = {}
+        self._places: dict[tuple[int, int], tuple[int, int]] = {}
 
-    def pin(self, slot: int, stamp: int) -> int:
+    def pin(self, slot: int, stamp: int) -> tuple[int, int]:
         try:
-            self._addresses[slot, stamp] = super().pin(slot, stamp)
+            self._places[slot, stamp] = super().pin(slot, stamp)
         except RangeError:
-            if (slot, stamp) not in self._addresses:
+            if (slot, stamp) not in self._places:
                 raise
             self._pins[slot] += 1
-        return self._addresses[slot, stamp]
+        return self._places[slot, stamp]
 
 
 class _EarlyNotice(_SimulatedOwner):

@@ -316,7 +316,9 @@ class SimInstance:
             self.bad_grants -= 1
             if self._send_bad_grant(address, recipient, message):
                 return
-        self.cluster.world.note(f"{self.process.name} -> {address}: {message}")
+        if self.cluster.world.timeline is not None:
+            # Not only for its own sake: the text of a message costs more than its way through the network.
+            self.cluster.world.note(f"{self.process.name} -> {address}: {message}")
         self.cluster.network.send(self.address, address, encode(self.incarnation, recipient, message))
 
     def _send_bad_grant(self, address: str, recipient: str, grant: Grant) -> bool:
@@ -483,7 +485,8 @@ class SimInstance:
                 self.coordinator.take_report(self._reports)
             while self._events and not self.engine.is_silent:
                 event = self._events.popleft()
-                self.cluster.world.note(f"{self.process.name}: {event}")
+                if self.cluster.world.timeline is not None:
+                    self.cluster.world.note(f"{self.process.name}: {event}")
                 self._check_released(event)
                 self.engine.on_event(event)
         if not self.loops and any(agent.has_work for agent in self.agents) and not self._is_polling:

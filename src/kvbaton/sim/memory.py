@@ -105,9 +105,11 @@ class SimBlockPool:
         self.total = blocks
         self.free: list[int] = list(range(blocks))
         self.holder: dict[int, int] = {}
+        self._is_changed = False
 
     def allocate(self, count: int, allocation: int) -> list[int]:
         """Take `count` free blocks for an allocation: the longest free ones, or those freed last."""
+        self._is_changed = True
         if self._world.random.random() < 0.5:
             taken, self.free = self.free[:count], self.free[count:]
         else:
@@ -118,6 +120,7 @@ class SimBlockPool:
 
     def release(self, blocks: list[int]) -> None:
         """Return blocks."""
+        self._is_changed = True
         for block in blocks:
             if self.holder.pop(block, None) is None:
                 self._world.violate("blocks conserved", f"{self._name}: block {block} was freed twice")
@@ -125,7 +128,10 @@ class SimBlockPool:
                 self.free.append(block)
 
     def check(self) -> None:
-        """free + held == total, and no block twice."""
+        """free + held == total, and no block twice; looked at again when something was taken or returned."""
+        if not self._is_changed:
+            return
+        self._is_changed = False
         if len(self.free) + len(self.holder) != self.total or len(set(self.free)) != len(self.free):
             detail = f"{self._name}: {len(self.free)} free and {len(self.holder)} held of {self.total}"
             self._world.violate("blocks conserved", detail)

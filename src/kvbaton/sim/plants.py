@@ -18,9 +18,10 @@ from kvbaton.agent.engine_port import Landed, Offer, TargetEnded
 from kvbaton.agent.rank_orders import AuxRead, CloseCopy, CopyFailed, CopyReport, RankOrder, SpanMoved
 from kvbaton.agent.source import SourceRecord, SourceSide
 from kvbaton.agent.target import TargetRecord, TargetSide
+from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Aux, Executor, HandoffKey, Incarnation, Span
 from kvbaton.core.lifecycle import TARGET, Row, SourceEvent, SourceState, TargetEffect, TargetEvent, TargetState
-from kvbaton.core.messages import MAX_NUMBER, ConfirmAsk, Confirmed, Envelope, Grant, Heartbeat, Over, Release
+from kvbaton.core.messages import MAX_NUMBER, ConfirmAsk, Confirmed, Envelope, Grant, Heartbeat, Hello, Over, Release
 from kvbaton.sim.engine import Fetch, Prefill, SourceEngine, TargetEngine
 from kvbaton.sim.instance import Bugs
 from kvbaton.sim.transport import SimRank
@@ -208,6 +209,14 @@ class _StaleIncarnation(Coordinator):
     def is_for_us(self, envelope: Envelope) -> bool:
         del envelope
         return True
+
+
+class _LateCard(Coordinator):
+    """Takes whichever card arrives last for that of the process that lives, and its predecessor at the address for dead."""
+
+    def needs_answer_after(self, hello: Hello, via: ControlAddress) -> int | None:
+        del hello, via
+        return None
 
 
 class _LateGrant(SourceSide):
@@ -437,6 +446,7 @@ def _plants() -> Iterator[tuple[str, str, str, Bugs]]:
     unrenewed = _sides(target=_NotRenewedWhileQueued)
     yield "not-renewed-while-queued", "lease not renewed while queued", "spurious failure", unrenewed
     yield "stale-incarnation", "stale incarnation accepted", "epoch", Bugs(coordinator=_StaleIncarnation)
+    yield "late-card", "card of a dead process taken for a new one", "epoch", Bugs(coordinator=_LateCard)
     yield "late-grant", "late grant resurrecting a finished hand-off", "resurrection", _sides(source=_LateGrant)
     yield "grant-leap", "grant number taken however far ahead", "heals", _sides(source=_GrantLeap)
     yield "own-count", "stale grant repeated with the next number", "heals", _sides(target=_OwnCount)

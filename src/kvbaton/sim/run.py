@@ -34,6 +34,9 @@ _HARD_END_SLACK = 1.05, 1.0
 _LOOK_S = 0.02
 """How often hand-offs that stand still are looked for: caps are much longer, and the check is dear."""
 
+_ROUND_TRIP_S = 0.01
+"""How long a message and its answer take at most where no fault disturbs them."""
+
 _DELAYED_S = 10.0
 """How long faults may hold a heartbeat up that was sent before an engine stopped."""
 
@@ -89,6 +92,7 @@ class Run:
         self.world.timeline = [] if keep_timeline else None
         network = Network(self.world, lambda address, frame, sender: self.cluster.arrive(address, frame, sender))
         fabric = Fabric(self.world, network, script.late_writes, script.move_s, script.uneven, script.library_writes)
+        fabric.stop_within_s = limits.stop_timeout - 2 * script.rank_lag_s - _ROUND_TRIP_S
         settings = HandoffSettings(integrity=script.integrity, aux_channel=script.aux_channel)
         self.cluster = Cluster(
             self.world,
@@ -242,6 +246,24 @@ class Run:
             self.world.after(client.script.retry_after_s, None, lambda: self._attempt(client))
 
     def _is_excused(self, client: _Client) -> bool:
+        """Whether a fault that has struck can have reached this request, or one whose slow copy had to be fenced.
+
+        What is in flight when a request ends, for whatever reason, arrives all the same. Where that takes longer than
+        `stop_timeout` the target tears the session down, or registers its memory anew, and what else goes through that
+        session, or into that memory, fails. That is promised; but a request has to have had a reason of its own to end.
+        """
+        if self._is_reached(client):
+            return True
+        ends = {f"p{client.script.prefill}", f"d{client.script.decode}"}
+        is_reset = self.script.late_writes is LateWrites.UNFENCED
+        fenced = {
+            key
+            for key, between in self.cluster.fabric.outlasting.items()
+            if ends == between or (is_reset and not ends.isdisjoint(between))
+        }
+        return any(not fenced.isdisjoint(other.keys) and self._is_reached(other) for other in self.clients)
+
+    def _is_reached(self, client: _Client) -> bool:
         """Whether a fault that has struck can have reached this request: at one of its two instances, or at itself.
 
         Preemption excuses nothing: the prompt is computed again, and its client gets its answer. Where sources write and cannot
@@ -389,8 +411,10 @@ class Run:
         """A source that has ended a grant of a target is never again alive under the same one."""
         name = instance.process.name
         records = instance.coordinator.source.live.values()
-        live = {(str(record.target), record.grant_number) for record in records if record.grant_number}
         before = self._live_grants.get(name, set())
+        if not records and not before:
+            return
+        live = {(str(record.target), record.grant_number) for record in records if record.grant_number}
         if live == before:
             return
         over = self._over_grants.setdefault(name, set())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,11 +10,12 @@ from dataclasses import dataclass, field
 from kvbaton.agent.rank import RankAgent
 from kvbaton.agent.rank_orders import CopyId
 from kvbaton.core.card import Endpoint
+from kvbaton.core.handoff import HandoffKey
 from kvbaton.errors import QueueFull
 from kvbaton.sim.memory import RankMemory, TaggedCell
 from kvbaton.sim.network import Network
 from kvbaton.sim.world import SimProcess, World
-from kvbaton.transport.base import AfterEvent, Batch, Completion, Direction, LateWrites, PeerRank, Ticket
+from kvbaton.transport.base import BATCH_BYTES, AfterEvent, Batch, Completion, Direction, LateWrites, PeerRank, Ticket
 
 __all__ = ["Fabric", "FencingSimTransport", "SimRank", "SimTransport"]
 
@@ -32,6 +34,8 @@ class _PostedBatch:
     session: int
     moves: deque[tuple[int, int, int]]
     pace: float = 1.0
+    arrives_at: float = 0.0
+    """When the cell that is in flight arrives."""
     moved: int = 0
     cancelled: bool = False
     error: str = ""
@@ -49,7 +53,11 @@ class Fabric:
     """How many times slower every fourth batch is, so that batches overtake each other."""
     library_writes: bool = False
     """Whether writers are as those that are shipped: what failed may land later, and no memory is registered anew."""
+    stop_within_s: float = math.inf
+    """How soon a copy has to be quiet, after its transport was asked to stop it, so that its session is not torn down."""
     ranks: dict[PeerRank, SimTransport] = field(default_factory=dict)
+    outlasting: dict[HandoffKey, frozenset[str]] = field(default_factory=dict)
+    """Hand-offs of which a cell was in flight for longer, and between which addresses: rightly their session is torn down."""
 
 
 class SimTransport:
@@ -106,6 +114,11 @@ class SimTransport:
         return frozenset(Direction)
 
     @property
+    def batch_bytes(self) -> int:
+        """More than any hand-off of a run: where a batch may be cut is not what is simulated."""
+        return BATCH_BYTES
+
+    @property
     def wakeup_fd(self) -> int:
         """There is none; `wake` is called instead."""
         return -1
@@ -151,6 +164,10 @@ class SimTransport:
         """Ask a batch to stop; the cell that is in flight still arrives, as a posted RDMA write would."""
         if (posted := self._posted.get(ticket)) is not None:
             posted.cancelled = True
+            if posted.arrives_at - self._fabric.world.now > self._fabric.stop_within_s:
+                peer = self._fabric.ranks.get(posted.batch.peer)
+                ends = frozenset({self.address, self.address if peer is None else peer.address})
+                self._fabric.outlasting[posted.copy.key] = ends
             if self._is_severed_from(self._fabric.ranks.get(posted.batch.peer)):
                 # Nothing is in flight: it need not wait until the link is looked at again.
                 self._fabric.world.at(max(self._fabric.world.now, self.stall_until), self._process, lambda: self._move(posted))
@@ -169,7 +186,8 @@ class SimTransport:
         delay = (
             _SEVERED_POLL_S if is_severed else posted.pace * self._fabric.move_s * self._fabric.world.random.uniform(0.2, 2.0)
         )
-        when = max(self._fabric.world.now + delay, self.stall_until)
+        posted.arrives_at = self._fabric.world.now + delay
+        when = max(posted.arrives_at, self.stall_until)
         mover = self._process if self.late_writes is LateWrites.IMPOSSIBLE else None
         self._fabric.world.at(when, mover, lambda: self._move(posted))
 

@@ -50,6 +50,7 @@ from kvbaton.transport.table import Direction, LateWrites, MemoryKind, library_s
 
 __all__ = [
     "AfterEvent",
+    "BATCH_BYTES",
     "Batch",
     "Completion",
     "Direction",
@@ -151,6 +152,10 @@ _ABOVE_0 = ("timeout_s", "max_in_flight", "max_peers", "slice_bytes", "copy_thre
 T = TypeVar("T", int, str)
 
 
+BATCH_BYTES = 4 << 20
+"""What a batch should hold, where a transport has no other preference: a batch that has begun is not taken back."""
+
+
 @dataclass(frozen=True, slots=True)
 class TransportSettings:
     """How a transport behaves; checked when made.
@@ -249,6 +254,10 @@ class Transport(Protocol):
     @property
     def wakeup_fd(self) -> int:
         """File descriptor that is readable while `poll` has completions to hand out."""
+
+    @property
+    def batch_bytes(self) -> int:
+        """What a batch should hold at most; one run may be longer."""
 
     def endpoint(self) -> Endpoint:
         """Describe this rank's region for its card."""

@@ -134,6 +134,11 @@ class AutoTransport:
         return frozenset.intersection(*(transport.directions for transport in self._inner.values()))
 
     @property
+    def batch_bytes(self) -> int:
+        """The most of all: each cuts what is too much for it at once."""
+        return max(transport.batch_bytes for transport in self._inner.values())
+
+    @property
     def wakeup_fd(self) -> int:
         """Readable while any of them has completions; -1 once closed."""
         return -1 if self._wakeup.closed else self._wakeup.fileno()

@@ -67,6 +67,7 @@ class FaultyTransport:
 
     def __init__(self, inner: Transport, region: Region, faults: Faults) -> None:
         self.name, self.late_writes, self.directions = inner.name, inner.late_writes, inner.directions
+        self.batch_bytes = inner.batch_bytes
         self._inner = inner
         self._region = region
         self._faults = faults

@@ -23,6 +23,7 @@ from typing import Generic, Protocol, TypeVar
 
 from kvbaton.errors import Bug, KVBatonError, QueueFull, TransportError
 from kvbaton.transport.base import (
+    BATCH_BYTES,
     AfterEvent,
     Batch,
     Completion,
@@ -514,6 +515,7 @@ class QueuedTransport(abc.ABC, Generic[L]):
     name: str
     late_writes = LateWrites.IMPOSSIBLE
     directions = frozenset({Direction.READ})
+    batch_bytes = BATCH_BYTES
     _alternative = "the side that holds the target has to read"
     """What to do instead of a batch whose direction is not accepted."""
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from sglang_forked import ForkedServers
 
 from kvbaton.config import CLUSTER_KEY_VARIABLE, HTTP_KEY_HEADER, HandoffSettings, http_token
 from kvbaton.core.addresses import ControlAddress
@@ -116,7 +117,7 @@ class SglangStand:
     def __init__(self, spec: StandSpec) -> None:
         self.spec = spec
         environment = ready()
-        self.fleet = Fleet()
+        self.fleet: Fleet = ForkedServers()
         self.ports = PortPicker()
         self.key = key = new_cluster_key()
         router_port, discovery_port = self.ports.pick(), self.ports.pick()
@@ -146,7 +147,9 @@ class SglangStand:
 
     def start(self) -> None:
         """Start everything, and wait until it is healthy and registered."""
-        for part in (self._router, self.prefill, self.decode, *([self.single] if self.spec.with_single else [])):
+        # SGLang's own backends register with no router, and one without instances never becomes healthy.
+        routers = [self._router] if self.spec.connector == "kvbaton" else []
+        for part in (*routers, self.prefill, self.decode, *([self.single] if self.spec.with_single else [])):
             self.fleet.start(part)
         self.fleet.wait_healthy(START_S)
 
@@ -184,7 +187,7 @@ class Grid:
 
     def __init__(self, kind: str = "gqa") -> None:
         environment = ready()
-        self.fleet = Fleet()
+        self.fleet: Fleet = ForkedServers()
         self._ports = PortPicker()
         options = EngineOptions(
             "tiny",

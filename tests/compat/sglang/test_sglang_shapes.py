@@ -1,4 +1,4 @@
-"""Unequal tensor parallelism on real SGLang, with grouped heads and with MLA: every answer is that of one plain server.
+"""Unequal ranks on real SGLang, with grouped heads and with MLA: every answer is that of one plain server.
 
 The control is the same requests with decode servers that move no bytes: it must find every answer different.
 """
@@ -9,15 +9,17 @@ from collections.abc import Sequence
 
 import aiohttp
 import pytest
+from sglang_forked import ForkedServers
 from sglang_stand import START_S, Answer, Grid, different, generate, hand_over, prompt, run
 
 from kvbaton.engines.base import Controls
-from kvbaton.launch.fleet import Fleet, FleetPart
+from kvbaton.launch.fleet import FleetPart
 
 pytestmark = [pytest.mark.sglang_full, pytest.mark.timeout(1800)]
 
 PROMPTS = [prompt(seed, tokens) for seed, tokens in enumerate((1, 17, 100, 100, 300))]
-PAIRS = (("tp1", "tp2"), ("tp2", "tp1"))
+PAIRS = {"tp": (("tp1", "tp2"), ("tp2", "tp1")), "pp": (("pp2", "tp1"), ("pp2", "tp2"))}
+"""Shapes of prefill and decode. Decode with a pipeline is refused."""
 
 
 async def _different(
@@ -31,29 +33,31 @@ async def _different(
 
 
 @pytest.mark.parametrize("kind", ["gqa", "mla"])
-def test_ranks_of_two_instances_may_differ(kind: str) -> None:
-    grid = Grid(kind)
+@pytest.mark.parametrize("ranks", list(PAIRS))
+def test_ranks_of_two_instances_may_differ(kind: str, ranks: str) -> None:
+    grid, pairs = Grid(kind), PAIRS[ranks]
     with grid.fleet:
         single = grid.start("single", "both")
-        prefills = {shape: grid.start(f"prefill-{shape}", "prefill", shape) for shape in {shape for shape, _ in PAIRS}}
-        grid.wait_healthy()
+        prefills = {shape: grid.start(f"prefill-{shape}", "prefill", shape) for shape in {shape for shape, _ in pairs}}
         expected: list[Answer] = []
 
         async def ask_single(session: aiohttp.ClientSession) -> None:
             expected.extend([await generate(session, single.base_url, ids) for ids in PROMPTS])
 
-        run(ask_single)
         for drops in (False, True):
             found: list[list[str]] = []
-            with Fleet() as fleet:
+            with ForkedServers() as fleet:
                 controls = Controls(poison=True, drop_writes=drops)
-                shapes = {shape for _, shape in PAIRS}
+                shapes = {shape for _, shape in pairs}
                 decodes = {shape: grid.start(f"decode-{shape}", "decode", shape, fleet, controls=controls) for shape in shapes}
+                grid.wait_healthy()
                 fleet.wait_healthy(START_S)
+                if not expected:
+                    run(ask_single)
 
                 async def ask_pairs(session: aiohttp.ClientSession) -> None:
-                    for shape, other in PAIRS:
+                    for shape, other in pairs:
                         found.append(await _different(session, prefills[shape], decodes[other], expected))  # noqa: B023
 
                 run(ask_pairs)
-            assert [[bool(each) for each in of_pair] for of_pair in found] == [[drops] * len(PROMPTS)] * len(PAIRS), found
+            assert [[bool(each) for each in of_pair] for of_pair in found] == [[drops] * len(PROMPTS)] * len(pairs), found

@@ -7,7 +7,9 @@ does not notice that another router receives it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import aiohttp
+from vllm_forked import FORKING, ForkedFleet
 from vllm_handing import prompt_of
 from vllm_servers import MODEL, ready
 from vllm_toy_proxy import has_registered, toy_proxy_part
@@ -45,7 +48,7 @@ class StockStand:
     """The two servers, a plain one, and where the two register."""
 
     mode: Mode
-    fleet: Fleet
+    fleets: dict[str, ForkedFleet]
     single: str
     discovery_port: int
     ports: PortPicker
@@ -53,7 +56,7 @@ class StockStand:
 
     def log(self, name: str) -> str:
         """What one of the servers has printed."""
-        return (self.fleet.log_directory / f"{name}.log").read_text(errors="replace")
+        return (self.fleets[name].log_directory / f"{name}.log").read_text(errors="replace")
 
     @contextmanager
     def behind(self, front: str) -> Iterator[str]:
@@ -128,11 +131,20 @@ def stock_stand(mode: Mode) -> Iterator[StockStand]:
     handoff = HandoffSettings(mode=mode)
     options = replace(prepared.options, connector="moriio", handoff=handoff, counts_directory=counts.directory)
     servers = replace(prepared, options=options)
-    with Fleet() as fleet:
+    with contextlib.ExitStack() as started:
+        fleets: dict[str, ForkedFleet] = {}
+
+        def start(part: FleetPart) -> FleetPart:
+            path = os.pathsep.join((part.environment["PYTHONPATH"], str(FORKING)))
+            fleets[part.name] = ForkedFleet()
+            started.callback(fleets[part.name].stop)
+            fleets[part.name].start(replace(part, environment=part.environment | {"PYTHONPATH": path}))
+            return part
+
         for role in ("prefill", "decode"):
-            fleet.start(servers.part(role, role, ports, [f"{_HOST}:{discovery_port}"]))
-        single = servers.part("single", "both", ports)
-        fleet.start(single)
-        fleet.wait_healthy(_START_S)
-        yield StockStand(mode, fleet, single.base_url, discovery_port, ports, counts)
+            start(servers.part(role, role, ports, [f"{_HOST}:{discovery_port}"]))
+        single = start(servers.part("single", "both", ports))
+        for fleet in fleets.values():
+            fleet.wait_healthy(_START_S)
+        yield StockStand(mode, fleets, single.base_url, discovery_port, ports, counts)
     counts.close()

@@ -16,6 +16,7 @@ import zmq
 
 from kvbaton.agent.driver import Driver
 from kvbaton.agent.engine_port import Allocation, EngineEvent, Landed, Offer, SourceEnded, SourceRequest, TargetEnded
+from kvbaton.agent.rank_sets import LocalRanks
 from kvbaton.agent.sockets import ControlSockets
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits, Trust
 from kvbaton.core.addresses import ControlAddress
@@ -73,16 +74,10 @@ class Side:
         inner = _open(hub, region, TransportSettings(incarnation=self.incarnation, unfenced_writes=settings.unfenced_writes))
         self.transport = FaultyTransport(inner, region, faults or Faults())
         self.card = self._card()
-        self.driver = Driver(
-            self.card,
-            self.cache.layout(),
-            self.transport,
-            limits or Limits(),
-            self.sockets,
-            self._take_events,
-            settings,
-            memory=self.cache.memory,
-        )
+        limits, unfenced = limits or Limits(), settings.unfenced_writes
+        memory = self.cache.layout(), self.transport, limits.transfer_timeout, self.cache.memory
+        ranks = LocalRanks(*memory, unfenced_writes=unfenced)
+        self.driver = Driver(self.card, ranks, limits, self.sockets, self._take_events, settings)
 
     def __enter__(self) -> Self:
         self.driver.start()

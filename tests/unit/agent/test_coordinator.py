@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from agent_rig import AUX, BLOCKS, LIMITS, Net, Node, card_of, key_of
+from agent_rig import AUX, BLOCKS, LIMITS, Letter, Net, Node, card_of, key_of
 
 from kvbaton.agent.engine_port import Allocation, EngineEvent, Landed, Offer, SourceEnded, SourceRequest, TargetEnded
 from kvbaton.agent.rank_orders import PeerFenced, RegionFenced
@@ -52,7 +52,7 @@ class Pair:
                 node.settle()
 
     def restart_source(self) -> None:
-        self.source = self.net.add(card_of("s2", self.ranks), 1)
+        self.source = self.net.add(card_of("s2", self.ranks), 1, self.source.ranks.executor)
 
 
 @pytest.fixture
@@ -218,6 +218,66 @@ def test_a_restart_on_the_same_address_ends_what_the_old_one_had_and_the_next_re
     pair.fetch(key_of("next"))
     pair.run()
     assert isinstance(pair.target.events[-1], Landed)
+
+
+def late_card(pair: Pair) -> Letter:
+    """The source answers the target's first question and dies; its answer is still under way when its successor is there."""
+    pair.net.deliver(pair.net.letters.pop(0))
+    (late,) = pair.net.letters
+    assert isinstance(late.message, Hello)
+    pair.net.letters.clear()
+    pair.restart_source()
+    return late
+
+
+def test_the_late_card_of_a_dead_source_does_not_end_what_its_successor_writes() -> None:
+    """Otherwise the target would free blocks that a live source writes to."""
+    pair = Pair(Executor.SOURCE_WRITES)
+    pair.fetch()
+    late = late_card(pair)
+    pair.prefill()
+    pair.net.pass_time(LIMITS.retry)
+    pair.net.deliver_all()
+    assert pair.source.ranks.moves
+    pair.net.deliver(late)
+    assert pair.target.events == []
+    assert pair.target.coordinator.dropped_total["a card that may be late"] == 1
+    pair.run()
+    assert [type(event) for event in pair.target.events] == [Landed]
+
+
+@pytest.mark.parametrize("numbers_answers", [True, False])
+def test_a_late_card_that_came_first_gives_way_to_the_source_that_lives(numbers_answers: bool) -> None:
+    pair = Pair()
+    pair.fetch()
+    late = late_card(pair)
+    pair.net.deliver(late)
+    if not numbers_answers:
+        # A source of a release that does not number them is believed at once.
+        frame = encode(Incarnation("s2"), "t1", Hello(pair.source.card, wants_answer=False))
+        pair.net.letters = [Letter(pair.source.address, pair.target.address, frame)]
+    pair.run()
+    assert "s1 was replaced by s2" in ended(pair.target.events).reason
+    asked = [message for message in pair.target.sent if isinstance(message, Hello) and message.wants_answer]
+    assert len(asked) == (2 if numbers_answers else 1)
+    pair.prefill(key_of("next"))
+    pair.fetch(key_of("next"))
+    pair.run()
+    assert isinstance(pair.target.events[-1], Landed)
+
+
+def test_the_late_card_of_a_dead_source_does_not_fail_a_request_that_names_its_successor() -> None:
+    pair = Pair()
+    pair.fetch()
+    late = late_card(pair)
+    pair.prefill(key_of("second"))
+    pair.fetch(key_of("second"), incarnation="s2", mode=Mode.PULL)
+    pair.net.letters.clear()
+    pair.net.deliver(late)
+    pair.net.pass_time(LIMITS.retry)
+    pair.run()
+    landed = [event for event in pair.target.events if isinstance(event, Landed)]
+    assert [event.key for event in landed] == [key_of("second")]
 
 
 def test_a_source_that_died_and_came_back_while_nothing_was_live_is_met_anew(pair: Pair) -> None:

@@ -10,12 +10,13 @@ from driver_rig import AUX as DRIVER_AUX
 from driver_rig import pair
 from driver_rig import wanted as driver_wanted
 
+from kvbaton.agent.card_requests import CardRequests
 from kvbaton.agent.decline_notices import DeclineNotices
 from kvbaton.agent.engine_port import Allocation, EngineEvent, Offer, SourceEnded, SourceRequest, TargetEnded
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import HandoffKey, Incarnation, Mode, Outcome
 from kvbaton.core.lifecycle import SourceState
-from kvbaton.core.messages import Grant, Heartbeat, Message, Stop, encode
+from kvbaton.core.messages import Grant, Heartbeat, Hello, Message, Stop, encode
 
 KEY = key_of("k")
 TOKENS = 3
@@ -34,10 +35,14 @@ class Rig:
     limit: int = 4096
     clock: Clock = field(default_factory=Clock)
     post: Post = field(default_factory=Post)
-    greeted: list[ControlAddress] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.decline_notices = DeclineNotices(LIMITS, self.clock, self.post, self.greeted.append, self.limit)
+        self.card_requests = CardRequests(card_of("t1"), LIMITS, self.clock, self.post)
+        self.decline_notices = DeclineNotices(LIMITS, self.clock, self.post, self.card_requests, self.limit)
+
+    @property
+    def dialled(self) -> list[Incarnation | ControlAddress]:
+        return [address for address, message in self.post.sent if isinstance(message, Hello)]
 
     def send(self, name: str = "k", incarnation: Incarnation | None = None, source: Incarnation | None = None) -> None:
         self.decline_notices.send(wanted(name, incarnation), Outcome.CANCELLED, "why", source)
@@ -71,9 +76,9 @@ def test_a_known_source_is_notified_at_once_and_again_until_it_answers() -> None
 def test_an_unknown_source_is_dialled_and_notified_when_its_card_is_there() -> None:
     rig = Rig()
     rig.send()
-    assert rig.greeted == [ADDRESS]
+    assert rig.dialled == [ADDRESS]
     rig.pass_time(LIMITS.retry)
-    assert rig.greeted == [ADDRESS, ADDRESS]
+    assert rig.dialled == [ADDRESS, ADDRESS]
     assert rig.stops() == []
     rig.decline_notices.on_card(card_of("s1"), ControlAddress.of("127.0.0.1", 2))
     assert rig.stops() == []
@@ -81,6 +86,24 @@ def test_an_unknown_source_is_dialled_and_notified_when_its_card_is_there() -> N
     assert rig.stops() == [STOP]
     rig.decline_notices.resend_to(S1)
     assert rig.stops() == [STOP]
+
+
+def test_a_late_card_of_another_incarnation_ends_no_notice_and_the_question_is_repeated() -> None:
+    rig = Rig()
+    rig.send(incarnation=S2)
+    rig.decline_notices.on_card(card_of("s1"), ADDRESS, answers=0)
+    assert rig.decline_notices.unanswered() == {ADDRESS}
+    assert rig.card_requests.asked == 1, "the first question is still under way, and its answer will do"
+    rig.pass_time(LIMITS.retry)
+    rig.decline_notices.on_card(card_of("s2"), ADDRESS, answers=2)
+    assert rig.stops() == [STOP]
+
+
+def test_a_notice_ends_when_another_incarnation_answers_what_was_asked_for_it() -> None:
+    rig = Rig()
+    rig.send(incarnation=S2)
+    rig.decline_notices.on_card(card_of("s1"), ADDRESS, answers=1)
+    assert not rig.decline_notices
 
 
 def test_no_peer_is_notified_in_place_of_another_incarnation() -> None:

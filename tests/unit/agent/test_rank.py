@@ -35,6 +35,7 @@ from kvbaton.core.handoff import Executor, Incarnation, Span
 from kvbaton.core.plan import Runs
 from kvbaton.errors import TransportError
 from kvbaton.transport.base import (
+    BATCH_BYTES,
     AfterEvent,
     Batch,
     Completion,
@@ -233,6 +234,7 @@ class Scripted:
 
     name = "scripted"
     wakeup_fd = -1
+    batch_bytes = BATCH_BYTES
 
     def __init__(self, late_writes: LateWrites, directions: set[Direction]) -> None:
         self.late_writes = late_writes
@@ -323,6 +325,20 @@ def test_a_source_that_writes_posts_the_same_runs_the_other_way_under_the_epoch_
     (batch,) = transport.posted.values()
     assert (batch.direction, batch.epoch, batch.peer) == (Direction.WRITE, 5, PeerRank(PEER, 0))
     assert _rows(batch.runs) == [(SOURCE_BLOCKS[0][0], TARGET_BLOCKS[0][0], 1)]
+
+
+def test_a_span_is_cut_into_batches_as_large_as_the_transport_has_them() -> None:
+    batches = {}
+    for most in (1, BATCH_BYTES):
+        transport = Scripted(LateWrites.IMPOSSIBLE, {Direction.READ})
+        transport.batch_bytes = most
+        agent, _ = scripted(transport)
+        agent.handle(START)
+        agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (Span(0, 0, 4, 0, LAYERS),)))
+        batches[most] = [_rows(batch.runs) for batch in transport.posted.values()]
+    (whole,) = batches[BATCH_BYTES]
+    assert len(whole) > 1
+    assert batches[1] == [[run] for run in whole]
 
 
 def _rows(runs: Runs) -> list[tuple[int, ...]]:

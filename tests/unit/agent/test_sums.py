@@ -14,8 +14,8 @@ from driver_rig import key_of as driver_key
 from kvbaton.agent.engine_port import Allocation, Landed, Offer, SourceEnded, SourceRequest, TargetEnded
 from kvbaton.agent.rank_orders import CopyId, RankReport, SpanMoved, SpanSummed
 from kvbaton.config import HandoffSettings
-from kvbaton.core.handoff import Executor, Integrity, Mode, Outcome, Span
-from kvbaton.core.messages import ConfirmAsk, Confirmed
+from kvbaton.core.handoff import Executor, Incarnation, Integrity, Mode, Outcome, Span
+from kvbaton.core.messages import ConfirmAsk, Confirmed, decode, encode
 from kvbaton.core.timeline import Side
 from kvbaton.transport.faulty import Faults
 
@@ -133,6 +133,17 @@ def test_where_the_source_writes_the_target_sums_after_the_confirmation_and_befo
     assert {rank for rank, _ in pair.target.ranks.sums} == set(range(RANKS))
     pair.sum(pair.target)
     assert isinstance(pair.target_events()[0], Landed)
+
+
+def test_what_a_source_wrote_is_summed_once_however_often_it_confirms() -> None:
+    pair = Pair(writes=True)
+    pair.offer()
+    pair.move()
+    pair.sum(pair.source)
+    confirmed = pair.sent(pair.source, Confirmed)[-1]
+    assert len(pair.target.ranks.sums) == RANKS
+    pair.target.coordinator.on_frame(decode(encode(Incarnation("s"), "t", confirmed)), pair.source.address)
+    assert len(pair.target.ranks.sums) == RANKS
 
 
 def test_sums_that_are_missing_are_wrong() -> None:

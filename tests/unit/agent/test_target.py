@@ -9,6 +9,7 @@ import pytest
 from agent_rig import AUX, BLOCKS, LIMITS, Clock, Post, ScriptedRanks, card_of, key_of
 
 from kvbaton.agent.engine_port import Allocation, EngineEvent, Landed, SourceRequest, TargetEnded
+from kvbaton.agent.rank_orders import CopyId, CopyStopped
 from kvbaton.agent.target import TargetSide
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Aux, Executor, HandoffKey, Incarnation, Mode, Outcome, Span
@@ -547,7 +548,7 @@ def test_lack_of_progress_ends_it_and_heartbeats_and_spans_are_progress(rig: Rig
 
 def test_waiting_for_memory_has_a_deadline_of_its_own_and_keeps_dialling(rig: Rig) -> None:
     rig.side.expect(rig.request(), None)
-    assert rig.post.sent == [(ADDRESS, Hello(card_of("t1", RANKS), wants_answer=True))]
+    assert rig.post.sent == [(ADDRESS, Hello(card_of("t1", RANKS), wants_answer=True, question=1, answers=0))]
     rig.post.take()
     for _ in range(19):
         rig.pass_time(LIMITS.transfer_timeout)
@@ -782,3 +783,91 @@ def test_a_span_that_is_announced_again_as_another_one_fails_the_hand_off() -> N
     assert rig.side.live[KEY].state is TargetState.STOPPING
     assert rig.side.live[KEY].spans[1] == SPANS[1]
     assert "announced span 1 as" in rig.side.live[KEY].reason
+
+
+# What none of the tests above would miss, and a run of the simulator notices seldom.
+
+
+def test_an_announcement_without_a_new_span_opens_no_copy(rig: Rig) -> None:
+    rig.grant()
+    rig.announce()
+    assert rig.ranks.copies == {}
+    assert rig.state() is TargetState.FILLING
+
+
+def test_the_longest_block_list_of_a_generation_counts_whichever_comes_last(rig: Rig) -> None:
+    rig.grant()
+    rig.side.on_announced(S1, Announced(KEY, 1, 1, SOURCE_BLOCKS, SPANS[:1]))
+    rig.side.on_announced(S1, Announced(KEY, 1, 1, ((7,),), SPANS[1:2]))
+    assert {move.source_blocks for move in rig.ranks.moves} == {SOURCE_BLOCKS}
+
+
+def test_announcements_of_a_source_that_writes_are_progress(writing: Rig) -> None:
+    """Of its writes nothing else is seen: without them it would end although it gets further."""
+
+    def beat_for(seconds: float) -> None:
+        end = writing.clock.now + seconds
+        while writing.clock.now < end:
+            writing.pass_time(min(LIMITS.transfer_timeout / 2, end - writing.clock.now))
+            writing.side.on_heartbeat(S1, Heartbeat(True, ((KEY, 1),)))
+
+    writing.grant()
+    writing.announce(0)
+    beat_for(LIMITS.hold_cap - 1)
+    writing.announce(1)
+    beat_for(LIMITS.hold_cap - 1)
+    assert writing.state() is TargetState.FILLING
+    beat_for(2)
+    assert writing.state() is TargetState.STOPPING
+
+
+def test_a_late_card_of_another_incarnation_is_followed_by_a_question_at_once(rig: Rig) -> None:
+    rig.side.expect(rig.request(incarnation=S2), None)
+    assert [hello.question for hello in rig.sent(Hello)] == [1]
+    rig.side.on_card(card_of("s1", RANKS), ADDRESS, answers=0)
+    assert [hello.question for hello in rig.sent(Hello)] == [2]
+    assert rig.state() is TargetState.QUEUED
+
+
+def test_a_request_that_is_taken_after_all_withdraws_the_notice_that_it_was_declined(rig: Rig) -> None:
+    rig.side.decline(rig.request(), card_of("s1", RANKS), "no room")
+    assert len(rig.sent(Stop)) == 1
+    rig.side.expect(rig.request(), card_of("s1", RANKS))
+    rig.pass_time(LIMITS.retry)
+    assert rig.sent(Stop) == []
+
+
+def test_a_source_that_is_gone_gets_no_notices(rig: Rig) -> None:
+    rig.side.decline(rig.request(), card_of("s1", RANKS), "no room")
+    rig.side.decline(rig.request(key_of("other")), card_of("s2", RANKS), "no room")
+    rig.side.on_peer_gone(S1, "it died")
+    assert len(rig.side.decline_notices) == 1
+
+
+def test_a_fence_ends_the_grants_of_one_source(writing: Rig) -> None:
+    other = key_of("other")
+    writing.grant()
+    writing.grant(other, source="s2")
+    writing.side.on_peer_fenced(S1, writing.side.epoch + 1)
+    assert [event.key for event in writing.take_events() if isinstance(event, TargetEnded)] == [KEY]
+    assert writing.side.live[other].state is TargetState.GRANTED
+
+
+def test_the_last_announcement_may_complete_a_write(writing: Rig) -> None:
+    writing.grant()
+    writing.finish_prefill()
+    writing.confirm()
+    assert writing.take_events() == []
+    writing.announce(0, 1, 2)
+    assert outcomes(writing.take_events()) == [Outcome.DELIVERED]
+
+
+def test_a_refusal_that_is_not_stale_ends_it_whatever_number_it_has(rig: Rig) -> None:
+    rig.grant()
+    rig.side.on_refused(S1, Refused("another prompt", KEY, 1, sequence=99))
+    assert outcomes(rig.take_events()) == [Outcome.FAILED]
+
+
+def test_a_report_about_a_copy_of_nothing_is_late(rig: Rig) -> None:
+    rig.side.on_copy(CopyStopped(CopyId(KEY, 1, 1), 0))
+    assert rig.side.late_total["copy"] == 1

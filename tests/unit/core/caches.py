@@ -9,8 +9,11 @@ from itertools import product
 from typing import Protocol, TypeVar
 
 import msgspec
+import numpy as np
 from hypothesis import strategies as st
 
+from kvbaton.core.checks import LegPart, PiecePlanner, Pieces
+from kvbaton.core.handoff import BlockLists, HandoffKey, Integrity, Span
 from kvbaton.core.layout import Axis, Group, HeadRange, Layout, Plane, TokenSplit
 from kvbaton.core.tensors import dense_tensor, split_layers, tensor_group
 
@@ -32,6 +35,7 @@ __all__ = [
     "held_tokens",
     "is_needed",
     "layout_of",
+    "plan_pieces",
     "reshaped",
 ]
 
@@ -71,6 +75,21 @@ def element_offset(group: Group, plane: int, layer: int, block: int, token: int,
         channel, digit = divmod(channel, axis.count)
         at += digit * axis.stride
     return at
+
+
+def plan_pieces(
+    layout: Layout,
+    blocks: BlockLists,
+    key: HandoffKey,
+    span: Span,
+    cached_tokens: int,
+    integrity: Integrity,
+    total_tokens: int | None = None,
+    part: LegPart | None = None,
+) -> Pieces:
+    """What a rank with this layout sums of one span, in one array."""
+    parts = PiecePlanner(layout, part).plan(blocks, key, span, cached_tokens, integrity, total_tokens)
+    return np.concatenate(parts) if parts else np.empty((0, 2), np.int64)
 
 
 def held_tokens(split: TokenSplit, block_tokens: int, total: int) -> list[int]:

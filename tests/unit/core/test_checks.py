@@ -9,11 +9,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
-from caches import compact_group, element_offset, layout_of, reshaped
+from caches import compact_group, element_offset, layout_of, plan_pieces, reshaped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbaton.core.checks import ONE_IN, PIECE_TOKENS, plan_pieces, sums_problem
+from kvbaton.core.checks import ONE_IN, PIECE_TOKENS, sums_problem
 from kvbaton.core.handoff import HandoffKey, Integrity, Span, TransferId
 from kvbaton.core.layout import Group, Layout
 from kvbaton.errors import RangeError

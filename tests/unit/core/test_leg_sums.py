@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from caches import Rolled, Side
+from caches import Rolled, Side, plan_pieces
 from instances import Meet, Memory, draw_meet, hand_off, tagged
 
-from kvbaton.core.checks import LegPart, Pieces, plan_pieces
+from kvbaton.core.checks import LegPart, Pieces
 from kvbaton.core.handoff import HandoffKey, Integrity, Span, TransferId
 from kvbaton.core.legs import Leg, assign_legs
 

@@ -15,6 +15,7 @@ from kustomized import render
 
 from kvbaton.cli.main import make_app
 from kvbaton.core.handoff import Mode
+from kvbaton.engines.embedded.settings import InstanceOptions
 from kvbaton.engines.vllm.nixl_settings import HOST_VARIABLE, PORT_VARIABLE, parse_nixl_settings
 from kvbaton.engines.vllm.settings import parse_settings
 from kvbaton.router.settings import RouterSettings
@@ -171,8 +172,9 @@ def test_a_pod_has_time_to_drain_and_no_more_rights_than_it_needs(overlay: Path)
         for container in pod["containers"]:
             assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
             sleeps = int(container["lifecycle"]["preStop"]["exec"]["command"][1]) if "lifecycle" in container else 0
-            drain_s = RouterSettings().drain_timeout_s if name == "kvbaton-router" else 5.0
-            assert pod["terminationGracePeriodSeconds"] > sleeps + drain_s
+            given = [each.partition("=")[2] for each in container.get("args", ()) if each.startswith("--drain-timeout-s=")]
+            drain_s = RouterSettings().drain_timeout_s if name == "kvbaton-router" else InstanceOptions().drain_timeout_s
+            assert pod["terminationGracePeriodSeconds"] > sleeps + float(*given or [drain_s])
             mounted = {mount["name"] for mount in container.get("volumeMounts", ())}
             assert mounted <= {volume["name"] for volume in pod["volumes"]}
 

@@ -152,6 +152,18 @@ class TestClaims:
         assert isinstance(registry.register(message(incarnation="one"), LATE + 29.0), RegistrationRefused)
         assert isinstance(registry.register(message(incarnation="one"), LATE + 31.0), Registered)
 
+    @pytest.mark.parametrize("leaves", [False, True], ids=["expired", "left"])
+    def test_a_late_message_of_a_process_that_was_gone_before_does_not_take_the_address_back(self, leaves: bool) -> None:
+        registry = Registry(is_keyed=True)
+        registry.register(message(incarnation="one"), 0.0)
+        if leaves:
+            registry.register(message(incarnation="one", bye=True), 1.0)
+        assert isinstance(registry.register(message(incarnation="two"), 20.0), Registered)
+        registry.report_lost(registry.live(20.1)[0], 20.1)
+        assert isinstance(registry.register(message(incarnation="one"), 20.2), RegistrationRefused)
+        assert not isinstance(registry.register(message(incarnation="two"), 21.0), RegistrationRefused)
+        assert [i.registration.incarnation for i in registry.live(21.0)] == ["two"]
+
     def test_what_another_registry_has_decided_is_followed(self) -> None:
         registry = Registry()
         registry.register(message(incarnation="one"), 0.0)

@@ -21,20 +21,10 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.agent import engine_port
 from kvbaton.agent.channel import Channel, ChannelClosed
 from kvbaton.agent.driver import Driver
-from kvbaton.agent.engine_port import (
-    Allocation,
-    Drained,
-    EngineEvent,
-    Granted,
-    HandoffPort,
-    Landed,
-    Offer,
-    SourceEnded,
-    SourceRequest,
-    TargetEnded,
-)
+from kvbaton.agent.engine_port import Allocation, EngineEvent, HandoffPort, Offer, SourceRequest
 from kvbaton.bench.bare.pages import SMALL, BarePool, TaggedPages, spans_of
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings
 from kvbaton.core.addresses import ControlAddress
@@ -184,7 +174,7 @@ class _BareTask:
     ends: list[HandoffEnd] = field(default_factory=list)
     next_index: int = 0
 
-    def on_ended(self, event: SourceEnded | TargetEnded) -> None:
+    def on_ended(self, event: engine_port.SourceEnded | engine_port.TargetEnded) -> None:
         """A source is done, or nothing landed at a target: the blocks are back."""
         if event.key in self.live:
             self.books.pool.give(self._end(event.key, event.outcome, event.reason).blocks)
@@ -238,7 +228,7 @@ class SourceTask(_BareTask):
                 self.offer(key)
         return True
 
-    def on_granted(self, event: Granted) -> None:
+    def on_granted(self, event: engine_port.Granted) -> None:
         """A target has blocks: its turn will come."""
         if event.key in self.live and self.waits_for_grant:
             self._ready.append(event.key)
@@ -278,7 +268,7 @@ class TargetTask(_BareTask):
         """Ask for the cache."""
         self.books.port.allocated(Allocation(self._request(key), self.live[key].blocks, self.task.tokens, 0))
 
-    def on_landed(self, event: Landed) -> None:
+    def on_landed(self, event: engine_port.Landed) -> None:
         """Check every byte, or a sample, and free the blocks."""
         if event.key not in self.live:
             return
@@ -372,15 +362,15 @@ class BareInstance:
     def _take_event(self, event: EngineEvent) -> None:
         name = event.key.transfer_id.rpartition("-")[0]
         match event:
-            case Granted():
+            case engine_port.Granted():
                 self.sources[name].on_granted(event)
-            case SourceEnded():
+            case engine_port.SourceEnded():
                 self.sources[name].on_ended(event)
-            case Landed():
+            case engine_port.Landed():
                 self.targets[name].on_landed(event)
-            case TargetEnded():
+            case engine_port.TargetEnded():
                 self.targets[name].on_ended(event)
-            case Drained():
+            case engine_port.Drained():
                 pass
 
     def _report(self) -> None:

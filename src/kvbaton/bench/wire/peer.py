@@ -17,7 +17,7 @@ import numpy as np
 
 from kvbaton.bench.wire.pages import Bytes, content
 from kvbaton.bench.wire.subjects import open_mori_engine, our_subjects
-from kvbaton.compat.mori.io import MemoryLocationType
+from kvbaton.compat.mori import io as mori
 from kvbaton.errors import ConfigError
 from kvbaton.transport.base import Region, TransportSettings
 from kvbaton.transport.choose import open_entry
@@ -113,7 +113,7 @@ def _serve_mooncake(_kind: str, memory: Bytes) -> _Served:
 
 def _serve_mori(_kind: str, memory: Bytes) -> _Served:
     engine = open_mori_engine("peer")
-    desc = engine.register_memory(memory.ctypes.data, memory.nbytes, -1, MemoryLocationType.CPU)
+    desc = engine.register_memory(memory.ctypes.data, memory.nbytes, -1, mori.MemoryLocationType.CPU)
 
     def stop(_kept_alive: object = engine) -> None:
         return None

@@ -21,17 +21,7 @@ import msgspec
 import numpy as np
 
 from kvbaton.bench.wire.pages import Bytes, content
-from kvbaton.compat.mori.io import (
-    BackendType,
-    EngineDesc,
-    IOEngine,
-    IOEngineConfig,
-    IOEngineSession,
-    MemoryDesc,
-    MemoryLocationType,
-    RdmaBackendConfig,
-    StatusCode,
-)
+from kvbaton.compat.mori import io as mori
 from kvbaton.core.card import Endpoint
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import ConfigError, PeerLost
@@ -285,12 +275,12 @@ class _MoriIo:
         self.memory = np.zeros(region_bytes, np.uint8)
         self._reads = direction is Direction.READ
         self._engine = open_mori_engine("bench")
-        own = self._engine.register_memory(self.memory.ctypes.data, region_bytes, -1, MemoryLocationType.CPU)
-        self._sessions: list[IOEngineSession] = []
+        own = self._engine.register_memory(self.memory.ctypes.data, region_bytes, -1, mori.MemoryLocationType.CPU)
+        self._sessions: list[mori.IOEngineSession] = []
         for peer in peers:
             described = msgspec.json.decode(peer.description(), type=dict[str, str])
-            self._engine.register_remote_engine(EngineDesc.unpack(bytes.fromhex(described["engine"])))
-            session = self._engine.create_session(own, MemoryDesc.unpack(bytes.fromhex(described["memory"])))
+            self._engine.register_remote_engine(mori.EngineDesc.unpack(bytes.fromhex(described["engine"])))
+            session = self._engine.create_session(own, mori.MemoryDesc.unpack(bytes.fromhex(described["memory"])))
             if session is None:
                 raise ConfigError("mori: no session with the peer")
             self._sessions.append(session)
@@ -306,7 +296,7 @@ class _MoriIo:
             else:
                 statuses.append(session.batch_write(sources, targets, sizes, uid))
         posted = time.perf_counter() - started
-        if (code := self._engine.wait_all(statuses, round(_TIMEOUT_S * 1000))) is not StatusCode.SUCCESS:
+        if (code := self._engine.wait_all(statuses, round(_TIMEOUT_S * 1000))) is not mori.StatusCode.SUCCESS:
             raise ConfigError(f"mori: {code}: {'; '.join(status.Message() for status in statuses)}")
         return posted
 
@@ -314,7 +304,7 @@ class _MoriIo:
         session = self._sessions[0]
         move = session.read if self._reads else session.write
         status = move(0, 0, block_bytes, session.allocate_transfer_uid())
-        if status.WaitFor(round(_TIMEOUT_S * 1000)) is not StatusCode.SUCCESS:
+        if status.WaitFor(round(_TIMEOUT_S * 1000)) is not mori.StatusCode.SUCCESS:
             raise ConfigError(f"mori: {status.Message()}")
 
     def close(self) -> None:
@@ -322,10 +312,10 @@ class _MoriIo:
         del self._engine
 
 
-def open_mori_engine(key: str) -> IOEngine:
+def open_mori_engine(key: str) -> mori.IOEngine:
     """An engine of the drop-in on loopback, without notices, as the connectors of vLLM and SGLang have it."""
-    engine = IOEngine(f"{key}-{os.getpid()}", IOEngineConfig("127.0.0.1", 0))
-    engine.create_backend(BackendType.RDMA, RdmaBackendConfig(enable_notification=False))
+    engine = mori.IOEngine(f"{key}-{os.getpid()}", mori.IOEngineConfig("127.0.0.1", 0))
+    engine.create_backend(mori.BackendType.RDMA, mori.RdmaBackendConfig(enable_notification=False))
     return engine
 
 

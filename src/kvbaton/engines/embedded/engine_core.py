@@ -16,18 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from kvbaton.agent.engine_port import (
-    Allocation,
-    Drained,
-    EngineEvent,
-    Granted,
-    HandoffPort,
-    Landed,
-    Offer,
-    SourceEnded,
-    SourceRequest,
-    TargetEnded,
-)
+from kvbaton.agent import engine_port
 from kvbaton.config import OnFailure
 from kvbaton.core.handoff import HandoffKey, Mode, Outcome, RequestId
 from kvbaton.core.timeline import Note, Observer, Side, Stage, no_observer
@@ -56,7 +45,7 @@ class EngineCore:
 
     _loaded: EngineModel
     _cache: EngineCache
-    _port: HandoffPort | None
+    _port: engine_port.HandoffPort | None
     _settings: EngineSettings
     _clock: Callable[[], float]
     _observe: Observer = no_observer
@@ -286,7 +275,7 @@ class EngineCore:
         # Offer before the output: a router sends the decode request as soon as it has this token, and in pull a target that
         # asks for a hand-off which is not held is refused for good.
         self._scheduler.hold(sequence)
-        offer = Offer(sequence.key, sequence.block_lists, sequence.prompt_tokens, sequence.aux(sampled))
+        offer = engine_port.Offer(sequence.key, sequence.block_lists, sequence.prompt_tokens, sequence.aux(sampled))
         if not self._call_port(sequence.key, lambda port: port.offer(offer)):
             self._cancel(sequence)
             # Once a span is announced a target may be reading; then only SourceEnded frees the blocks.
@@ -300,12 +289,12 @@ class EngineCore:
         if self._settings.poison and fresh:
             self._cache.poison(fresh)
         source = self._expected_source(sequence.request)
-        allocation = Allocation(source, sequence.block_lists, sequence.prompt_tokens, cached_tokens)
+        allocation = engine_port.Allocation(source, sequence.block_lists, sequence.prompt_tokens, cached_tokens)
         if not self._call_port(sequence.key, lambda port: port.allocated(allocation)):
             self._cancel(sequence)
             self._end(sequence, FinishReason.ERROR, _NOT_STARTED)
 
-    def _call_port(self, key: HandoffKey, call: Callable[[HandoffPort], None]) -> bool:
+    def _call_port(self, key: HandoffKey, call: Callable[[engine_port.HandoffPort], None]) -> bool:
         try:
             if self._port is not None:
                 call(self._port)
@@ -328,31 +317,31 @@ class EngineCore:
             return True
         return self._call_port(sequence.key, lambda port: port.cancel(sequence.key))
 
-    def _take(self, event: EngineEvent) -> None:
+    def _take(self, event: engine_port.EngineEvent) -> None:
         match event:
-            case Granted():
+            case engine_port.Granted():
                 if (sequence := self._sources.get(event.key)) is not None:
                     self._scheduler.granted(sequence)
-            case Drained():
+            case engine_port.Drained():
                 sequence = self._sources.get(event.key)
                 if sequence is not None and sequence.status is SequenceStatus.RETRACTING:
                     (self._drop if sequence.has_ended else self._scheduler.drained)(sequence)
             case _:
                 self._take_end(event)
 
-    def _take_end(self, event: SourceEnded | Landed | TargetEnded) -> None:
+    def _take_end(self, event: engine_port.SourceEnded | engine_port.Landed | engine_port.TargetEnded) -> None:
         """Every hand-off ends with exactly one event; until then its key stays in use, even if its request is over."""
-        side = self._sources if isinstance(event, SourceEnded) else self._targets
+        side = self._sources if isinstance(event, engine_port.SourceEnded) else self._targets
         sequence = side.pop(event.key, None)
         if sequence is None:
             _logger.warning("hand-off %s: ignored %s, this engine has no such hand-off", event.key, type(event).__name__)
             return
-        outcome = Outcome.DELIVERED if isinstance(event, Landed) else event.outcome
+        outcome = Outcome.DELIVERED if isinstance(event, engine_port.Landed) else event.outcome
         self._counters.handoff("source" if side is self._sources else "target", outcome)
         if sequence.status is SequenceStatus.FINISHED:
             # The request ended before any of its blocks was announced, and they were freed then.
             return
-        if isinstance(event, Landed):
+        if isinstance(event, engine_port.Landed):
             self._land(sequence, event)
             return
         reason = event.reason or f"the hand-off ended as {outcome}"
@@ -361,7 +350,7 @@ class EngineCore:
         else:
             self._fail(sequence, reason)
 
-    def _land(self, sequence: Sequence, event: Landed) -> None:
+    def _land(self, sequence: Sequence, event: engine_port.Landed) -> None:
         aux, vocabulary = event.aux, self._loaded.config.vocab_size
         named = (aux.token_id, *(token for token, _ in aux.top_logprobs))
         unknown = next((token for token in named if not 0 <= token < vocabulary), None)
@@ -423,13 +412,13 @@ class EngineCore:
                 sequence.has_ended = True
                 self._counters.finished[FinishReason.CANCELLED.value] += 1
 
-    def _expected_source(self, request: GenerationRequest) -> SourceRequest:
+    def _expected_source(self, request: GenerationRequest) -> engine_port.SourceRequest:
         handoff = request.handoff
         if not isinstance(handoff, FromSource):
             raise Bug(f"request {request.request_id} has no source")
         mode = self._settings.handoff.mode
         digest = prompt_digest(request) if request.prompt_ids else ""
-        return SourceRequest(handoff.key, digest, handoff.source, handoff.source_incarnation, mode)
+        return engine_port.SourceRequest(handoff.key, digest, handoff.source, handoff.source_incarnation, mode)
 
     def _note(self, sequence: Sequence, stage: Stage, at: float) -> None:
         side = Side.SOURCE if sequence.is_source else Side.TARGET

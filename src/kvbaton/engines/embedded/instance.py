@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvbaton.agent.driver import RanksDriver
+from kvbaton.agent.driver import Driver
 from kvbaton.agent.sockets import ControlSockets
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits, Trust
 from kvbaton.core.addresses import ControlAddress, in_url
@@ -50,8 +50,6 @@ class InstanceSettings(InstanceOptions):
     handoff: HandoffSettings = DEFAULT_HANDOFF
     drop_writes: bool = False
     advertise_host: str = ""
-    drain_s: float = 5.0
-    """On shutdown, requests and hand-offs in flight have so long to finish; routers have been sent the goodbye by then."""
     shape: Shape = ONE_RANK
     drop: str = ""
     """What a control leaves out of every hand-off."""
@@ -88,7 +86,7 @@ class _EmbeddedInstance:
         card = msgspec.structs.replace(card, ranks=without(card.ranks, settings.lacks))
         self.timelines = Timelines(InstanceInfo(settings.role, settings.http_address, incarnation))
         observe = self.timelines.note
-        self.driver = RanksDriver(card, backend.ranks, settings.limits, sockets, self._wake, settings.handoff, observe)
+        self.driver = Driver(card, backend.ranks, settings.limits, sockets, self._wake, settings.handoff, observe)
         self.engine = Engine(backend.loaded, backend.cache, self.driver, settings.engine, observe=observe)
         parts.callback(self.driver.close)
         parts.callback(self.engine.close)
@@ -128,7 +126,7 @@ async def serve_instance(settings: InstanceSettings, report: Callable[[str], Non
             http=settings.http,
             timelines=instance.timelines,
             ended=ended,
-            drain_s=settings.drain_s,
+            drain_s=settings.drain_timeout_s,
         )
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvbaton.agent.engine_port import AgentStats
 from kvbaton.engines.embedded.stats import EngineStats
 
-__all__ = ["EngineCollector", "ReadAgent", "make_registry", "metrics_text"]
+__all__ = ["EngineCollector", "ReadAgent", "make_registry"]
 
 ReadAgent = Callable[[], AgentStats]
 """Reads what the agents of this instance have counted so far."""
@@ -57,11 +57,6 @@ def make_registry(stats: Callable[[], EngineStats], agent: ReadAgent | None = No
     registry = CollectorRegistry(auto_describe=False)
     registry.register(EngineCollector(stats, agent))
     return registry
-
-
-def metrics_text(registry: CollectorRegistry) -> bytes:
-    """One scrape in the Prometheus text format."""
-    return generate_latest(registry)
 
 
 def _agent_families(agent: AgentStats) -> Iterator[Metric]:

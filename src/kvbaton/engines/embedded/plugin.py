@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from kvbaton.config import CLUSTER_KEY_VARIABLE, Limits
-from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.addresses import ControlAddress, in_url
 from kvbaton.core.card import Card, RankCard, check_compatible
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.topology import Shape
@@ -33,15 +33,15 @@ from kvbaton.launch.ports import PortPicker
 
 __all__ = ["EmbeddedPlugin", "EmbeddedServers", "check_fit"]
 
-_HOST = "127.0.0.1"
-
 
 class EmbeddedPlugin(EnginePlugin):
     """The engine of this package. Nothing is installed for it."""
 
     name = "embedded"
     title = "the embedded engine"
-    support = Support(controls=("drop_writes", "drop", "lacks"), crosses=True, shapes=True, cache_dtypes=CACHE_DTYPES)
+    support = Support(
+        controls=("drop_writes", "drop", "lacks"), crosses=True, shapes=True, hosts=True, cache_dtypes=CACHE_DTYPES
+    )
     reports_handover = True
 
     def check(self, prefill: EngineOptions, decode: EngineOptions, progress: Progress) -> ModelFacts:
@@ -75,18 +75,18 @@ class EmbeddedServers(PreparedEngine):
     options: EngineOptions
 
     def part(self, name: str, role: str, ports: PortPicker, routers: Sequence[str] = ()) -> FleetPart:
-        """One instance on free loopback ports."""
-        options = self.options
+        """One instance on free ports."""
+        options, host = self.options, self.options.host
         port, control_port = ports.pick(), ports.pick()
-        command = kvbaton_command("serve", "--role", role, "--model", options.model, "--port", str(port))
-        command += ["--control-port", str(control_port), "--transport", options.transport]
+        command = kvbaton_command("serve", "--role", role, "--model", options.model, "--host", host)
+        command += ["--port", str(port), "--control-port", str(control_port), "--transport", options.transport]
         for router in routers:
             command += ["--router", router]
         for setting, value in asdict(options.handoff).items():
             option = f"--{setting.replace('_', '-')}"
             command += [option] * value if isinstance(value, bool) else [option, value]
         command += [*_serve_arguments(options), *options.arguments]
-        url = f"http://{_HOST}:{port}"
+        url = f"http://{in_url(host)}:{port}"
         environment = core_share(options.sharing) | {CLUSTER_KEY_VARIABLE: options.cluster_key}
         return FleetPart(
             name,
@@ -94,8 +94,8 @@ class EmbeddedServers(PreparedEngine):
             f"{url}/health",
             environment,
             base_url=url,
-            control_address=str(ControlAddress.of(_HOST, control_port)),
-            handoffs_address=f"{_HOST}:{port}",
+            control_address=str(ControlAddress.of(host, control_port)),
+            handoffs_address=f"{in_url(host)}:{port}",
         )
 
 

@@ -16,13 +16,13 @@ from typing import Literal, TypeVar
 
 import orjson
 from aiohttp import web
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
 from kvbaton.config import Trust
 from kvbaton.engines.embedded.declined import declined_requests
 from kvbaton.engines.embedded.handoff_routes import HandoffAccess, HandoffRoutes
 from kvbaton.engines.embedded.http_errors import BUG_MESSAGE, HttpError, error_body, errors_as_json, to_http_error
-from kvbaton.engines.embedded.metrics import ReadAgent, make_registry, metrics_text
+from kvbaton.engines.embedded.metrics import ReadAgent, make_registry
 from kvbaton.engines.embedded.openai import (
     ApiRequest,
     ChatBody,
@@ -163,7 +163,7 @@ class _Handlers:
         return _json(orjson.dumps({"status": "ok", "role": self._role, "model": self._served_model}))
 
     async def metrics(self, http: web.Request) -> web.Response:  # noqa: ARG002
-        return web.Response(body=metrics_text(self._registry), headers={"Content-Type": _METRICS_TYPE})
+        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": _METRICS_TYPE})
 
     async def _read(self, http: web.Request, kind: type[Body], check: Check[Body]) -> ApiRequest:
         request_id = _request_id(http)

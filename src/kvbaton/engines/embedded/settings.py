@@ -102,6 +102,8 @@ class InstanceOptions:
     model_id
         stands for the model where instances of another engine serve the same one (SGLang's setting `fingerprint`); with it,
         caches can be handed over between the two.
+    drain_timeout_s
+        how long requests and hand-offs in flight may go on when this process is asked to end; routers get its goodbye first.
     """
 
     role: Literal["prefill", "decode", "both"] = "both"
@@ -113,6 +115,11 @@ class InstanceOptions:
     block_tokens: int = 16
     cache_dtype: str = "float32"
     model_id: str = ""
+    drain_timeout_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not self.drain_timeout_s >= 0:
+            raise ConfigError(f"drain_timeout_s is {self.drain_timeout_s}; it must be 0 or above")
 
 
 DEFAULT_INSTANCE = InstanceOptions()

@@ -42,9 +42,9 @@ _ONE_PREFILL = SimpleNamespace(dp_size=1, follow_bootstrap_room=True)
 """What SGLang's scheduler reads of a prefill instance before it makes a request's pages; the agents check the rest."""
 
 _WITHOUT = {
-    # Of prefill: ranks and halves can, but no pipeline of SGLang has been run with them. Of decode: a later stage may still use
-    # the pages that the first one has freed and grants, because no stage waits for the others when it frees pages.
-    "pp_size": "pipeline parallelism",
+    # Of prefill it can. Of decode a later stage may still use the pages that the first one has freed and grants, because no
+    # stage waits for the others when it frees pages.
+    "pp_size": "pipeline parallelism of decode",
     "dp_size": "data parallelism",
     "attn_dp_size": "DP attention",
     "attn_cp_size": "context parallelism",
@@ -88,9 +88,9 @@ class KVBatonManager(BaseKVManager):
         _log_with_sglang()
         _check_polls()
         queue, parallel = current_queue(), get_parallel()
-        _check_shape(server_args, parallel)
-        settings = parse_settings(os.environ.get(CONFIG_VARIABLE, ""))
         role = str(disaggregation_mode.value)
+        _check_shape(role, server_args, parallel)
+        settings = parse_settings(os.environ.get(CONFIG_VARIABLE, ""))
         model_config = queue.scheduler.model_config
         facts = PoolFacts(
             page_tokens=args.page_size,
@@ -316,10 +316,10 @@ def _check_polls() -> None:
             )
 
 
-def _check_shape(server_args: Any, parallel: Any) -> None:
+def _check_shape(role: str, server_args: Any, parallel: Any) -> None:
     for name, what in _WITHOUT.items():
         size = getattr(parallel, name, None) or getattr(server_args, name, None) or 1
-        if size > 1:
+        if size > 1 and (role, name) != ("prefill", "pp_size"):
             raise ConfigError(f"{name} is {size}: {what} cannot be handed over so far; tensor parallelism can")
 
 

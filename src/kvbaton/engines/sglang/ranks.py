@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.agent.channel import Channel, ChannelClosed, ChannelStuck, channel_pair
-from kvbaton.agent.driver import RanksDriver
+from kvbaton.agent.driver import Driver
 from kvbaton.agent.engine_port import (
     Allocation,
     Drained,
@@ -139,7 +139,7 @@ def start_rank(
     return loop, other
 
 
-class LeaderDriver(RanksDriver):
+class LeaderDriver(Driver):
     """The agents of an instance in several processes; what is decided is sent to `followers` too."""
 
     def __init__(self, *args: Any, followers: Sequence[Channel], **kwargs: Any) -> None:

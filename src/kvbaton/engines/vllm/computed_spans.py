@@ -1,4 +1,4 @@
-"""Which layers of a step every rank has computed: those are announced to the agents, and no others.
+"""Which layers of a step every rank has computed: those are announced to the agents, several at a time, and no others.
 
 A chunk is computed by all ranks of all stages, each at its own pace: a rank of the same stage may be a layer ahead, a later
 stage may still compute the step before. The first rank counts what each rank reports. Reports can come before the first rank
@@ -8,19 +8,76 @@ has begun the step itself, and after the hand-off of a chunk has ended.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvbaton.agent.engine_port import HandoffPort, SpansReady
 from kvbaton.core.handoff import BlockLists, HandoffKey, Span
+from kvbaton.core.layout import Layout
 from kvbaton.engines.vllm.orders import ComputedChunk
 from kvbaton.errors import KVBatonError
 
-__all__ = ["ComputedSpans"]
+__all__ = ["ComputedSpans", "LayerGroups"]
 
 log = logging.getLogger(__name__)
+
+_LEAST_BYTES = 8 << 20
+"""What a report holds at least, unless it is the last one of its step."""
+
+
+class LayerGroups:
+    """Which computed layers of a step one rank reports together. Belongs to the thread of its worker.
+
+    A report makes two interpreters work, one of which launches the kernels of the next layers, and asks for a copy of its
+    own: on a GPU a report per layer made prefills of 32 layers 12 to 90 % slower. So a report holds half of the layers that
+    are not reported yet. Its copy has the time of the other half, and the last report has one layer: as little is left to
+    move after the step as with a report per layer.
+    """
+
+    def __init__(self, layout: Layout, least_bytes: int = _LEAST_BYTES) -> None:
+        self.layers = layout.layers
+        """Those of this rank."""
+        groups = [group for group in layout.groups if not group.is_state]
+        self._token_bytes = sum(group.token_bytes * len(group.layers) for group in groups) / max(1, len(self.layers))
+        self._least_bytes = least_bytes
+        self._least = 0
+        self._size = 0
+        self._left: set[int] = set()
+        self._computed: list[int] = []
+
+    def begin(self, chunks: Sequence[ComputedChunk]) -> None:
+        """A step computes these chunks; without any there is nothing to report."""
+        self._computed.clear()
+        self._left = set(self.layers if chunks else ())
+        layer_bytes = self._token_bytes * sum(chunk.end_token - chunk.first_token for chunk in chunks)
+        # Of states nothing can be moved before the prefill is over.
+        self._least = math.ceil(self._least_bytes / layer_bytes) if layer_bytes else len(self.layers)
+        self._size = self._next_size()
+
+    def computed(self, layer: int) -> Sequence[int]:
+        """A layer is computed; returns the layers to report now, mostly none."""
+        if layer not in self._left:
+            return ()
+        self._left.discard(layer)
+        self._computed.append(layer)
+        return self._take() if len(self._computed) >= self._size else ()
+
+    def rest(self) -> Sequence[int]:
+        """The step is over: returns the layers that were not reported, those without a hook too."""
+        self._computed += sorted(self._left)
+        self._left.clear()
+        return self._take()
+
+    def _take(self) -> Sequence[int]:
+        taken, self._computed = self._computed, []
+        self._size = self._next_size()
+        return taken
+
+    def _next_size(self) -> int:
+        return max(1, self._least, len(self._left) // 2)
 
 
 @dataclass(slots=True)

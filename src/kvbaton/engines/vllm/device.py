@@ -34,7 +34,7 @@ from kvbaton.core.card import Endpoint
 from kvbaton.core.handoff import BlockLists, HandoffKey, Outcome, Span
 from kvbaton.core.timeline import Side
 from kvbaton.errors import ConfigError, KVBatonError
-from kvbaton.transport.base import AfterEvent, Batch, Completion, Direction, LateWrites, PeerRank, Region, Ticket, Transport
+from kvbaton.transport.base import AfterEvent, Batch, Completion, Direction, PeerRank, Region, Ticket, Transport
 from kvbaton.transport.cuda.region import DeviceRegion
 
 __all__ = [
@@ -340,28 +340,18 @@ class EngineOrderedTransport:
     """`inner`, with each batch after what the engine had queued when it last gave blocks to a target."""
 
     def __init__(self, inner: Transport, device: QueueingDevice) -> None:
+        self.name, self.late_writes, self.directions = inner.name, inner.late_writes, inner.directions
         self._inner = inner
         self._device = device
 
     @property
-    def name(self) -> str:
-        """That of the inner one."""
-        return self._inner.name
-
-    @property
-    def late_writes(self) -> LateWrites:
-        """Those of the inner one."""
-        return self._inner.late_writes
-
-    @property
-    def directions(self) -> frozenset[Direction]:
-        """Those of the inner one."""
-        return self._inner.directions
-
-    @property
     def wakeup_fd(self) -> int:
-        """That of the inner one."""
         return self._inner.wakeup_fd
+
+    @property
+    def batch_bytes(self) -> int:
+        """That of the inner one."""
+        return self._inner.batch_bytes
 
     def endpoint(self) -> Endpoint:
         return self._inner.endpoint()

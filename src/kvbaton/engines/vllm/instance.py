@@ -14,7 +14,7 @@ from functools import partial
 import msgspec
 
 from kvbaton.agent.channel import Channel, channel_pair
-from kvbaton.agent.driver import RanksDriver
+from kvbaton.agent.driver import Driver
 from kvbaton.agent.engine_port import HandoffPort
 from kvbaton.agent.rank import RankControls
 from kvbaton.agent.rank_sets import LocalRanks, RankLoop, RankSet, RemoteRanks
@@ -25,7 +25,7 @@ from kvbaton.core.handoff import Incarnation
 from kvbaton.core.timeline import no_observer
 from kvbaton.engines.base import Role
 from kvbaton.engines.instance import LateAnnouncer, ModelIdentity, announcer_of, instance_card, new_incarnation
-from kvbaton.engines.vllm.computed_spans import ComputedSpans
+from kvbaton.engines.vllm.computed_spans import ComputedSpans, LayerGroups
 from kvbaton.engines.vllm.controls import share_filter
 from kvbaton.engines.vllm.device import GatedPort
 from kvbaton.engines.vllm.rank_links import (
@@ -87,7 +87,7 @@ class WorkerInstance:
         has_drafts = settings.draft == DRAFTS[0]
         self.caches: InstanceCaches = instance_caches(exchange.shape, [each.caches for each in described], has_drafts)
         self.info = HandoffInfo(settings.control_address, self._incarnation, self._shape.tp, dp.rank)
-        self.driver: RanksDriver | None = None
+        self.driver: Driver | None = None
         self._loop: RankLoop | None = None
         self._port: HandoffPort | None = None
         self._links: FirstRankLinks | RankLinks | None = None
@@ -116,7 +116,7 @@ class WorkerInstance:
     def _open_other_rank(self, transport: Transport) -> None:
         self._links = links = RankLinks(self._incarnation, self._rank)
         self._loop = self._rank_loop(transport, links.agent)
-        self.half = FollowerHalf(links, self.caches.layouts[self._rank].layers)
+        self.half = FollowerHalf(links, LayerGroups(self.caches.layouts[self._rank]))
 
     def _open_first_rank(self, transport: Transport, cards: list[RankCard], model: ModelIdentity, role: Role) -> None:
         settings = self._settings
@@ -131,7 +131,7 @@ class WorkerInstance:
             news = threading.Event()
             card = instance_card(self._incarnation, model, settings.limits, cards, self._shape)
             limits = self.agent_limits(settings)
-            self.driver = driver = RanksDriver(card, ranks, limits, sockets, news.set, settings.handoff, observe)
+            self.driver = driver = Driver(card, ranks, limits, sockets, news.set, settings.handoff, observe)
             opened.pop_all()
         holders = {layer: self._shape.tp for layout in self.caches.layouts for layer in layout.layers}
         self._port = port = self._cache.device.port(driver, news.set)
@@ -139,7 +139,7 @@ class WorkerInstance:
         self.half = WorkerHalf(
             port,
             spans,
-            self.caches.layouts[0].layers,
+            LayerGroups(self.caches.layouts[0]),
             news,
             settings.stop_timeout,
             driver.poison if settings.poison else None,

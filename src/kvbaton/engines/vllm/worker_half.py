@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,7 +35,7 @@ from kvbaton.agent.engine_port import (
 from kvbaton.core.handoff import BlockLists, HandoffKey, Outcome, Span
 from kvbaton.core.timeline import Observer, Side, Stage, no_observer, note
 from kvbaton.engines.handoff_params import shown_seconds
-from kvbaton.engines.vllm.computed_spans import ComputedSpans
+from kvbaton.engines.vllm.computed_spans import ComputedSpans, LayerGroups
 from kvbaton.engines.vllm.counts import Counts
 from kvbaton.engines.vllm.orders import (
     ComputedChunk,
@@ -101,16 +101,16 @@ class _WorkerTarget:
 class WorkerHalf:
     """An instance's part. `news` is set by the agents when there are events; `poison` spoils blocks before they are granted.
 
-    `layers` are those of this rank; `lists` turns vLLM's block lists into those of the layout, as `spans` does too. `observe`
-    gets what vLLM does; the agents have an observer of their own. `cleared` is called with the number of a step when what was
-    retracted before it is drained. `busy` is called when a step begins and ends: vLLM takes requests in between only.
+    `groups` has the layers of this rank; `lists` turns vLLM's block lists into those of the layout, as `spans` does too.
+    `observe` gets what vLLM does; the agents have an observer of their own. `cleared` is called with the number of a step when
+    what was retracted before it is drained. `busy` is called when a step begins and ends: vLLM takes requests in between only.
     """
 
     def __init__(
         self,
         port: HandoffPort,
         spans: ComputedSpans,
-        layers: Sequence[int],
+        groups: LayerGroups,
         news: threading.Event,
         drain_s: float,
         poison: Callable[[BlockLists, int], None] | None = None,
@@ -121,7 +121,7 @@ class WorkerHalf:
     ) -> None:
         self._port = port
         self._spans = spans
-        self._layers = tuple(layers)
+        self._groups = groups
         self._lists = lists
         self._cleared = cleared
         self._busy = busy
@@ -133,8 +133,8 @@ class WorkerHalf:
         self._sources: dict[HandoffKey, _WorkerSource] = {}
         self._targets: dict[HandoffKey, _WorkerTarget] = {}
         self._chunks: tuple[ComputedChunk, ...] = ()
-        self._announced: set[int] = set()
         self._has_forward = False
+        self._has_reported = False
         self._undrained: set[HandoffKey] = set()
         self._finished = Finished()
         self.counts = Counts()
@@ -154,7 +154,7 @@ class WorkerHalf:
         self._chunks = orders.chunks
         self._step = orders.number
         self._has_forward = orders.has_forward
-        self._announced.clear()
+        self._groups.begin(orders.chunks)
         self._busy(True)
         retracts = False
         for order in orders.orders:
@@ -176,20 +176,17 @@ class WorkerHalf:
                 self._note(key, Side.TARGET, Stage.FIRST_STEP)
 
     def layer_computed(self, layer: int) -> None:
-        """This step's keys and values of one layer are in the cache: announce them while the next layer computes."""
-        if self._chunks and layer not in self._announced:
-            self._announced.add(layer)
-            self._spans.computed(self._step, (layer,))
+        """This step's keys and values of one layer are in the cache: announce them, now and then, while others compute."""
+        if layers := self._groups.computed(layer):
+            self._spans.computed(self._step, layers)
 
     def forward_done(self) -> None:
-        """The forward is over: announce the layers that had no hook."""
-        missing = [layer for layer in self._layers if layer not in self._announced]
-        if self._chunks and missing:
-            self._spans.computed(self._step, missing)
+        """The forward is over: announce the rest, and layers that had no hook."""
+        if layers := self._groups.rest():
+            self._spans.computed(self._step, layers)
         for chunk in self._chunks:
-            self._note(
-                chunk.key, Side.SOURCE, Stage.COMPUTED, Span(0, chunk.first_token, chunk.end_token, 0, len(self._layers))
-            )
+            span = Span(0, chunk.first_token, chunk.end_token, 0, len(self._groups.layers))
+            self._note(chunk.key, Side.SOURCE, Stage.COMPUTED, span)
         self._chunks = ()
 
     def _live_chunks(self) -> list[ComputedChunk]:
@@ -200,10 +197,12 @@ class WorkerHalf:
         """What has finished since the last call; a step without a forward waits a moment for it."""
         self._busy(False)
         self._take_events()
-        if not self._finished and not self._has_forward and self.live:
+        # vLLM with async scheduling takes a report after the step that follows it, so that step must not wait.
+        if not (self._finished or self._has_reported or self._has_forward) and self.live:
             self._news.wait(_IDLE_WAIT_S)
             self._take_events()
         finished, self._finished = self._finished, Finished()
+        self._has_reported = bool(finished)
         return finished
 
     def _carry_out(self, order: Order) -> None:
@@ -432,35 +431,30 @@ def _record(stats: HandoffStats) -> dict[str, Any]:
 class FollowerHalf:
     """The part of a rank other than the first: reports what it has computed, and to vLLM what the first rank reports."""
 
-    def __init__(self, links: RankLinks, layers: Sequence[int]) -> None:
+    def __init__(self, links: RankLinks, groups: LayerGroups) -> None:
         self._links = links
-        self._layers = tuple(layers)
+        self._groups = groups
         self._step = 0
-        self._has_chunks = False
-        self._done: set[int] = set()
         self._cleared = -1
         self._ended = -1
         self._finished = Finished()
 
     def begin_step(self, orders: StepOrders) -> None:
         """Returns when nothing that the forward may overwrite is announced any more."""
-        self._step, self._has_chunks = orders.number, bool(orders.chunks)
-        self._done.clear()
+        self._step = orders.number
+        self._groups.begin(orders.chunks)
         if any(isinstance(order, SourceRetracts) for order in orders.orders):
             self._wait(lambda: self._cleared >= self._step, "is drained")
 
     def layer_computed(self, layer: int) -> None:
         """This step's keys and values of one layer are in the cache of this rank."""
-        if self._has_chunks and layer not in self._done:
-            self._done.add(layer)
-            self._links.send(LayersDone(self._step, (layer,)))
+        if layers := self._groups.computed(layer):
+            self._links.send(LayersDone(self._step, tuple(layers)))
 
     def forward_done(self) -> None:
-        """The forward is over: report the layers that had no hook."""
-        missing = tuple(layer for layer in self._layers if layer not in self._done)
-        if self._has_chunks and missing:
-            self._links.send(LayersDone(self._step, missing))
-        self._has_chunks = False
+        """The forward is over: report the rest, and layers that had no hook."""
+        if layers := self._groups.rest():
+            self._links.send(LayersDone(self._step, tuple(layers)))
 
     def end_step(self) -> Finished:
         """What the first rank reports to vLLM in this step."""

@@ -153,11 +153,6 @@ class Launch:
     """Length of every run where they differ; otherwise empty."""
 
     @property
-    def table_bytes(self) -> int:
-        """Size of the table that the kernel reads."""
-        return self.offsets.nbytes + self.lengths.nbytes
-
-    @property
     def tile(self) -> Tile:
         """What one program copies."""
         return _TILES[self.piece_bytes] if self.unit_bytes == LINE_BYTES else _BYTE_TILE

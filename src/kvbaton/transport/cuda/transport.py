@@ -124,6 +124,9 @@ class CudaTransport(QueuedTransport[_PeerMemory]):
         ledger: Ledger[_PeerMemory] = Ledger(region, settings, self._reach.check)
         mover = SliceMover("cuda", ledger, settings, self._reach, settings.launch_bytes, MAX_LAUNCH_RUNS)
         super().__init__(region, settings, ledger, mover)
+        # A launch takes longer to begin and to be seen than 100 MiB to copy, and beside kernels of another process each
+        # launch waits for a time slice.
+        self.batch_bytes = settings.launch_bytes
 
     def _details(self) -> dict[str, str | int]:
         return {**self._neighbour.details(), "gpu": self._driver.gpu_id(), "parts": write_parts(self._parts)}

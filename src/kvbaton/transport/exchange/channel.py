@@ -37,6 +37,7 @@ from kvbaton.transport.exchange.wire import (
     Introduction,
     MemoryCall,
     pack_call,
+    pack_done,
     pack_pull,
     unpack_answer,
 )
@@ -269,11 +270,13 @@ class ExchangeChannel:
             if self.failure:
                 return None
             transit = Transit(self, 1, self._counter)
-            self._number += 1
-            self._parts.append(_CallPart(transit, self._number, None, (own.slot, own.stamp), size))
-            names = own.slot, remote.slot, own.stamp, remote.stamp
-            self._outbox.append(pack_pull(self._number, tag, names, run))
+            number = self._number = self._number + 1
+            self._parts.append(_CallPart(transit, number, None, (own.slot, own.stamp), size))
+            self._outbox.append(pack_pull(number, tag, (own.slot, remote.slot, own.stamp, remote.stamp), run))
             self.progress_at = time.monotonic()
+            problem = self._send_first() if len(self._outbox) == 1 else ""
+        if problem:
+            self._break(problem)
         self._settle_small(transit, size)
         return transit
 
@@ -333,7 +336,8 @@ class ExchangeChannel:
                 if poller.poll(left * 1000):
                     if self._outbox:
                         self._flush()
-                    self._advance(lambda: transit.is_over)
+                    if not self._take_done():
+                        self._advance(lambda: transit.is_over)
         finally:
             self._receiving.release()
         if self.is_busy:
@@ -464,7 +468,8 @@ class ExchangeChannel:
 
     def _settle_small(self, transit: Transit, total: int) -> None:
         """Send what was posted; wait for the end of a small transfer, and have the service thread watch what is not over."""
-        self._flush()
+        if self._outbox:
+            self._flush()
         if total <= INLINE_BYTES and not self._is_slow:
             self.drive(transit, INLINE_S)
             self._is_slow = not transit.is_over  # a peer that stands still costs its callers one wait, not one per call
@@ -475,29 +480,37 @@ class ExchangeChannel:
         """Send what the socket takes."""
         problem = ""
         with self._sending:
-            try:
-                while self._outbox and not self._broken:
-                    item = self._outbox[0]
-                    if isinstance(item, bytes):
-                        sent = self.sock.send(item)
-                        if sent < len(item):
-                            self._outbox[0] = item[sent:]
-                            return
-                    elif item.vectors.remaining_bytes:
-                        item.move(self._calls, self.sock, is_send=True)
-                        if item.vectors.remaining_bytes:
-                            return
-                    self._outbox.popleft()
-                    self.progress_at = time.monotonic()
-            except BlockingIOError:
-                return
-            except RangeError as error:
-                # The head of the call is sent, its bytes are gone: the only way to end the call is to end the connection.
-                problem = f"RangeError: {error}"
-            except OSError as error:
-                problem = f"PeerLost: the connection to the peer broke: {error}"
+            while self._outbox and not self._broken and not problem:
+                before = len(self._outbox)
+                problem = self._send_first()
+                if len(self._outbox) == before:
+                    break
         if problem:
             self._break(problem)
+
+    def _send_first(self) -> str:
+        """Send the first item of the outbox, or what the socket takes of it, with `_sending` held; why the connection broke."""
+        item = self._outbox[0]
+        try:
+            if isinstance(item, bytes):
+                sent = self.sock.send(item)
+                if sent < len(item):
+                    self._outbox[0] = item[sent:]
+                    return ""
+            elif item.vectors.remaining_bytes:
+                item.move(self._calls, self.sock, is_send=True)
+                if item.vectors.remaining_bytes:
+                    return ""
+        except BlockingIOError:
+            return ""
+        except RangeError as error:
+            # The head of the call is sent, its bytes are gone: the only way to end the call is to end the connection.
+            return f"RangeError: {error}"
+        except OSError as error:
+            return f"PeerLost: the connection to the peer broke: {error}"
+        self._outbox.popleft()
+        self.progress_at = time.monotonic()
+        return ""
 
     def _advance(self, is_enough: Callable[[], bool] | None = None) -> None:
         """Take what has arrived, until that `is_enough`; with `_receiving` held."""
@@ -513,6 +526,27 @@ class ExchangeChannel:
         if self._flow.moved_bytes != before:
             self.progress_at = time.monotonic()
             self._is_slow = False
+
+    def _take_done(self) -> bool:
+        """Take the reply to the oldest call without the flow, where it is that of a write that was stored; with `_receiving`
+        held and something to receive. A small write is mostly overhead, and half of this side's is the flow.
+        """
+        parts = self._parts
+        if self._broken or not parts or parts[0].runs is not None or not self._flow.is_between_messages:
+            return False
+        part = parts[0]
+        try:
+            data = self.sock.recv(ANSWER_BYTES)
+        except OSError:
+            return False  # nothing was taken, so the flow meets it again
+        if data != pack_done(part.number):
+            self._flow.put_back(data)
+            return False
+        parts.popleft()
+        self.progress_at = time.monotonic()
+        self._is_slow = False
+        part.transit.finish_part(part.total_bytes)
+        return True
 
     def _break(self, reason: str) -> None:
         """Have the connection failed by the service thread: this thread may hold either lock, and `fail` takes both."""

@@ -116,6 +116,13 @@ class Flow:
             if is_enough is not None and is_enough():
                 return
 
+    def put_back(self, data: bytes) -> None:
+        """Count bytes that the caller has received, between two messages, as the begin of the next one.
+
+        At most one message; the next `advance` goes on behind them. A close of the other end is nothing, and met again.
+        """
+        self._inbox += data
+
     def close(self) -> None:
         """End the generator and the socket."""
         self._steps.close()
@@ -124,7 +131,7 @@ class Flow:
     def _try(self, step: Step) -> bool:
         """One system call for a step, and the next step if that was the last; False when it did not get on."""
         if isinstance(step, int):
-            data = self._received(step - len(self._inbox))
+            data = self._received(step - len(self._inbox)) if len(self._inbox) < step else b""
             if len(data) == step:
                 self._step = self._steps.send(data)
                 return True

@@ -94,12 +94,14 @@ class MemoryTable:
             raise RangeError(f"the memory in slot {slot} is not registered (any more)")
         return found[1], found[2]
 
-    def pin(self, slot: int, stamp: int) -> int:
-        """Begin a slice in a memory, which `withdraw` then waits for; returns its address. RangeError when it is not live."""
+    def pin(self, slot: int, stamp: int) -> tuple[int, int]:
+        """Begin a slice in a memory, which `withdraw` then waits for; returns its address and size. RangeError when it is not
+        live.
+        """
         with self._lock:
-            address, _ = self.find(slot, stamp)
+            found = self.find(slot, stamp)
             self._pins[slot] += 1
-            return address
+            return found
 
     def unpin(self, slot: int) -> None:
         """End a slice."""

@@ -87,8 +87,7 @@ def copy_few(
     runs: Sequence[Sequence[int]],
 ) -> int:
     """Copy a few short runs as `copy_slices` does, at once; returns the bytes. Raises KVBatonError."""
-    _, target_bytes = state.table.find(*target_name)
-    address = state.table.pin(*target_name)
+    address, target_bytes = state.table.pin(*target_name)
     try:
         is_dropped = target_name[1] in state.dropped
         moved = sum(run[2] for run in runs) if is_dropped else source.copy_few(source_name, address, target_bytes, runs)
@@ -114,7 +113,7 @@ def copy_slices(
         piece = cursor.peek(state.slice_bytes, SLICE_RUNS)
         # Looked up for every slice: between two of them the memory may have been withdrawn, and its pages belong to something
         # else.
-        address = state.table.pin(*target_name)
+        address, _ = state.table.pin(*target_name)
         try:
             is_dropped = target_name[1] in state.dropped
             moved = int(piece[:, 2].sum()) if is_dropped else source.copy(source_address, address, piece)

@@ -31,23 +31,8 @@ from kvbaton.errors import ConfigError, ProtocolError, RangeError
 from kvbaton.transport.base import Region, Runs, TransportSettings
 from kvbaton.transport.queued import IDLE_S
 from kvbaton.transport.runs import check_offsets
+from kvbaton.transport.tcp import wire
 from kvbaton.transport.tcp.sockets import VectorCalls, Vectors, tune
-from kvbaton.transport.tcp.wire import (
-    CHALLENGE_BYTES,
-    HANDSHAKE_BYTES,
-    MAX_TEXT_BYTES,
-    PIECE_BYTES,
-    REQUEST_BYTES,
-    TOKEN_BYTES,
-    Secret,
-    Status,
-    may_be_handshake,
-    pack_hello,
-    pack_reply,
-    unpack_handshake,
-    unpack_pieces,
-    unpack_request,
-)
 from kvbaton.transport.wakeup import Wakeup
 
 __all__ = ["RegionServer", "listen"]
@@ -84,12 +69,12 @@ class _Reader:
         self.is_silent = True
         self.moved_bytes = 0
         self._owner = owner
-        self._challenge = secrets.token_bytes(CHALLENGE_BYTES)
+        self._challenge = secrets.token_bytes(wire.CHALLENGE_BYTES)
         self._inbox = bytearray()
-        self._wanted = HANDSHAKE_BYTES
+        self._wanted = wire.HANDSHAKE_BYTES
         self._request_id = 0
         self.phase = _ReaderPhase.HELLO
-        self._reply = _vectors_of(pack_hello(self._challenge))
+        self._reply = _vectors_of(wire.pack_hello(self._challenge))
 
     @property
     def is_replying(self) -> bool:
@@ -103,7 +88,7 @@ class _Reader:
         self.moved_bytes += len(data)
         self.is_silent = False
         self._inbox += data
-        if self.phase is _ReaderPhase.HANDSHAKE and not may_be_handshake(self._inbox):
+        if self.phase is _ReaderPhase.HANDSHAKE and not wire.may_be_handshake(self._inbox):
             raise ProtocolError(f"no handshake: {bytes(self._inbox[:16])!r}")
         if len(self._inbox) == self._wanted:
             message, self._inbox = self._inbox, bytearray()
@@ -118,9 +103,9 @@ class _Reader:
         if self.phase is _ReaderPhase.LAST_REPLY:
             return False
         if self.phase is _ReaderPhase.HELLO:
-            self._await(_ReaderPhase.HANDSHAKE, HANDSHAKE_BYTES)
+            self._await(_ReaderPhase.HANDSHAKE, wire.HANDSHAKE_BYTES)
         else:
-            self._await(_ReaderPhase.REQUEST, REQUEST_BYTES)
+            self._await(_ReaderPhase.REQUEST, wire.REQUEST_BYTES)
         return True
 
     def owes(self) -> bool:
@@ -131,13 +116,13 @@ class _Reader:
         if self.phase is _ReaderPhase.HANDSHAKE:
             self._on_handshake(message)
         elif self.phase is _ReaderPhase.REQUEST:
-            self._request_id, count = unpack_request(message)
-            self._await(_ReaderPhase.PIECES, count * PIECE_BYTES)
+            self._request_id, count = wire.unpack_request(message)
+            self._await(_ReaderPhase.PIECES, count * wire.PIECE_BYTES)
         else:
             self._on_pieces(message)
 
     def _on_handshake(self, message: bytearray) -> None:
-        nonce, secret = unpack_handshake(message), self._owner.secret
+        nonce, secret = wire.unpack_handshake(message), self._owner.secret
         if not hmac.compare_digest(message, secret.handshake(self._challenge, nonce)):
             self._refuse(
                 "token, incarnation or cluster key is not that of this process; fetch its card again, and set the same key on "
@@ -147,16 +132,16 @@ class _Reader:
             self._refuse(full)
         else:
             self.is_admitted = True
-            self._answer_with(_ReaderPhase.REPLY, Status.OK, secret.owner_proof(self._challenge, nonce))
+            self._answer_with(_ReaderPhase.REPLY, wire.Status.OK, secret.owner_proof(self._challenge, nonce))
 
     def _on_pieces(self, message: bytearray) -> None:
-        pieces, region = unpack_pieces(message), self._owner.region
+        pieces, region = wire.unpack_pieces(message), self._owner.region
         try:
             check_offsets(pieces[:, 0], pieces[:, 1], region.region_bytes, "source")
         except RangeError as error:
-            self._answer_with(_ReaderPhase.REPLY, Status.RANGE, str(error).encode()[:MAX_TEXT_BYTES])
+            self._answer_with(_ReaderPhase.REPLY, wire.Status.RANGE, str(error).encode()[: wire.MAX_TEXT_BYTES])
             return
-        head = pack_reply(Status.OK, self._request_id, int(pieces[:, 1].sum()))
+        head = wire.pack_reply(wire.Status.OK, self._request_id, int(pieces[:, 1].sum()))
         staging = self._owner.staging
         if staging is None:
             self._reply = _vectors_of(head, pieces + np.array([region.address, 0], np.uint64))
@@ -167,10 +152,10 @@ class _Reader:
         self.phase = _ReaderPhase.REPLY
 
     def _refuse(self, reason: str) -> None:
-        self._answer_with(_ReaderPhase.LAST_REPLY, Status.REFUSED, reason.encode()[:MAX_TEXT_BYTES])
+        self._answer_with(_ReaderPhase.LAST_REPLY, wire.Status.REFUSED, reason.encode()[: wire.MAX_TEXT_BYTES])
 
-    def _answer_with(self, phase: _ReaderPhase, status: Status, data: bytes) -> None:
-        self._reply = _vectors_of(pack_reply(status, self._request_id, len(data)) + data)
+    def _answer_with(self, phase: _ReaderPhase, status: wire.Status, data: bytes) -> None:
+        self._reply = _vectors_of(wire.pack_reply(status, self._request_id, len(data)) + data)
         self.phase = phase
 
     def _await(self, phase: _ReaderPhase, wanted: int) -> None:
@@ -187,7 +172,7 @@ class RegionServer:
         self.calls = VectorCalls()
         self._timeout_s = settings.timeout_s
         self._max_peers, self._streams = settings.max_peers, settings.streams
-        self.secret = Secret(secrets.token_bytes(TOKEN_BYTES), settings.cluster_key, settings.incarnation or "")
+        self.secret = wire.Secret(secrets.token_bytes(wire.TOKEN_BYTES), settings.cluster_key, settings.incarnation or "")
         self.garbage_total = 0
         self.refused_total = 0
         self._listener = listen(settings)

@@ -29,22 +29,9 @@ import numpy.typing as npt
 from kvbaton.errors import PeerError, PeerLost, PeerRefused, ProtocolError, TransportError
 from kvbaton.transport.base import Endpoint, PeerRank, Region, RegionStaging, Runs, TransportSettings
 from kvbaton.transport.queued import IDLE_S, REVOKED, BatchJob, Ledger, Mover, QueuedTransport, detail
+from kvbaton.transport.tcp import wire
 from kvbaton.transport.tcp.server import RegionServer
 from kvbaton.transport.tcp.sockets import VectorCalls, Vectors, tune
-from kvbaton.transport.tcp.wire import (
-    HELLO_BYTES,
-    MAX_PIECES,
-    NONCE_BYTES,
-    PROOF_BYTES,
-    REPLY_BYTES,
-    TOKEN_BYTES,
-    ReplyHead,
-    Secret,
-    Status,
-    pack_request,
-    unpack_hello,
-    unpack_reply,
-)
 
 __all__ = ["TcpLink", "TcpTransport"]
 
@@ -94,7 +81,7 @@ class ReadAnswer:
 class TcpLink:
     """The kept connection to one peer; for the mover's thread only. Methods raise PeerError or OSError when it is lost."""
 
-    def __init__(self, peer: PeerRank, family: int, address: tuple[Any, ...], secret: Secret, calls: VectorCalls) -> None:
+    def __init__(self, peer: PeerRank, family: int, address: tuple[Any, ...], secret: wire.Secret, calls: VectorCalls) -> None:
         self.peer = peer
         self.owner: TcpPeer | None = None
         self.state = LinkState.CLOSED
@@ -112,7 +99,7 @@ class TcpLink:
         self._requests: deque[_ReadRequest] = deque()
         self._last_id = _HANDSHAKE_ID
         self._head = bytearray()
-        self._reply: ReplyHead | None = None
+        self._reply: wire.ReplyHead | None = None
         self._proof = b""
         self._text = bytearray()
         self._left_bytes = 0
@@ -175,7 +162,7 @@ class TcpLink:
             target = Vectors(np.array([[received.ctypes.data, len(received)]], np.uint64), received)
             land = partial(_land, staging, received, runs[:, 1:3].copy())
         self._requests.append(_ReadRequest(self._last_id, target.total_bytes, target, job, land))
-        self._outbox += pack_request(self._last_id, runs)
+        self._outbox += wire.pack_request(self._last_id, runs)
 
     def forget(self, job: BatchJob[TcpPeer]) -> None:
         """From now on drop the bytes that still arrive for `job`; its target memory is not touched again."""
@@ -220,7 +207,7 @@ class TcpLink:
         """One read from the socket: of a reply's head, its text, its bytes, or bytes of a cancelled job."""
         assert self.sock is not None  # noqa: S101
         if self._reply is None:
-            expected = HELLO_BYTES if self.state is LinkState.HELLO else REPLY_BYTES
+            expected = wire.HELLO_BYTES if self.state is LinkState.HELLO else wire.REPLY_BYTES
             data = self.sock.recv(expected - len(self._head))
             self._head += data
             count = len(data)
@@ -234,50 +221,50 @@ class TcpLink:
         self.received_bytes += count
         return count
 
-    def _receive_payload(self, sock: socket.socket, reply: ReplyHead) -> int:
+    def _receive_payload(self, sock: socket.socket, reply: wire.ReplyHead) -> int:
         request = self._requests[0]
-        if reply.status is Status.OK and request.job is not None:
+        if reply.status is wire.Status.OK and request.job is not None:
             return self._calls.receive(sock, request.target)
         data = sock.recv(min(self._left_bytes, _SCRATCH_BYTES))
-        if reply.status is not Status.OK or self.state is LinkState.HANDSHAKE:
+        if reply.status is not wire.Status.OK or self.state is LinkState.HANDSHAKE:
             self._text += data
         return len(data)
 
     def _on_head(self) -> None:
         head, self._head = self._head, bytearray()
         if self.state is LinkState.HELLO:
-            self._answer_hello(unpack_hello(head))
+            self._answer_hello(wire.unpack_hello(head))
         else:
-            self._begin_reply(unpack_reply(head))
+            self._begin_reply(wire.unpack_reply(head))
 
     def _answer_hello(self, challenge: bytes) -> None:
-        nonce = secrets.token_bytes(NONCE_BYTES)
+        nonce = secrets.token_bytes(wire.NONCE_BYTES)
         self._proof = self._secret.owner_proof(challenge, nonce)
         self._outbox += self._secret.handshake(challenge, nonce)
-        self._requests.append(_ReadRequest(_HANDSHAKE_ID, PROOF_BYTES, Vectors(np.empty((0, 2), np.uint64)), None))
+        self._requests.append(_ReadRequest(_HANDSHAKE_ID, wire.PROOF_BYTES, Vectors(np.empty((0, 2), np.uint64)), None))
         self.state = LinkState.HANDSHAKE
 
-    def _begin_reply(self, reply: ReplyHead) -> None:
+    def _begin_reply(self, reply: wire.ReplyHead) -> None:
         self._text.clear()
         if not self._requests or reply.request_id != self._requests[0].request_id:
             raise ProtocolError(f"a reply to request {reply.request_id}, which is not the one that is due")
         requested = self._requests[0].payload_bytes
-        if reply.status is Status.OK and reply.payload_bytes != requested:
+        if reply.status is wire.Status.OK and reply.payload_bytes != requested:
             raise ProtocolError(f"a reply of {reply.payload_bytes} bytes to a request for {requested}")
         self._reply = reply
         self._left_bytes = reply.payload_bytes
 
-    def _end_reply(self, reply: ReplyHead) -> list[ReadAnswer]:
+    def _end_reply(self, reply: wire.ReplyHead) -> list[ReadAnswer]:
         request = self._requests.popleft()
         self._reply = None
         text = self._text.decode(errors="replace")
-        if reply.status is Status.REFUSED:
+        if reply.status is wire.Status.REFUSED:
             raise PeerRefused(text)
         if request.request_id == _HANDSHAKE_ID:
             self._on_proof()
         if request.job is None:
             return []
-        if reply.status is Status.RANGE:
+        if reply.status is wire.Status.RANGE:
             return [ReadAnswer(request.job, 0, f"RangeError: {self}: {text}")]
         if request.land is not None:
             # Not before the whole reply is there: a job that is cancelled meanwhile must not touch its memory again.
@@ -387,7 +374,7 @@ class TcpMover(Mover[TcpPeer]):
             self._watch(link)
 
     def _ask(self, link: TcpLink, job: BatchJob[TcpPeer]) -> None:
-        runs = job.cursor.peek(self._slice_bytes, MAX_PIECES)
+        runs = job.cursor.peek(self._slice_bytes, wire.MAX_PIECES)
         link.ask(job, runs, self._region, self._staging)
         job.cursor.advance(int(runs[:, 2].sum()))
         if not job.cursor.remaining_bytes:
@@ -535,12 +522,12 @@ class TcpTransport(QueuedTransport[TcpPeer]):
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
         except (ValueError, OSError, OverflowError) as error:
             raise TransportError(f"tcp endpoint: host {host!r}, port {port} or token is not usable: {error}") from error
-        if len(token) != TOKEN_BYTES or not 0 < port < 65536:
+        if len(token) != wire.TOKEN_BYTES or not 0 < port < 65536:
             raise TransportError(f"tcp endpoint: port is {port}, token has {len(token)} bytes; fetch its card again")
         if self._settings.admits is not None and not self._settings.admits(host):
             raise TransportError(f"tcp endpoint: host {host} is not on the allow-list; add it with --allow")
         incarnation = str(endpoint.details.get("incarnation", ""))
-        secret = Secret(token, self._settings.cluster_key, incarnation)
+        secret = wire.Secret(token, self._settings.cluster_key, incarnation)
         return TcpPeer(peer, [TcpLink(peer, found[0], found[4], secret, self._calls) for _ in range(self._settings.streams)])
 
     def _release(self) -> None:

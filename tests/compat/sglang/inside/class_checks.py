@@ -184,10 +184,10 @@ def a_prompt_that_is_too_long_for_decode_ends_its_prefill() -> None:
         decode.close()
 
 
-def _refused(named: str, **changes: Any) -> None:
+def _refused(named: str, role: str = "prefill", **changes: Any) -> None:
     refusal = ""
     try:
-        Side("prefill", changes.pop("pool", None) or mha(), PORTS.pick(), **changes).close()
+        Side(role, changes.pop("pool", None) or mha(), PORTS.pick(), **changes).close()
     except ConfigError as error:
         refusal = str(error)
     assert named in refusal, refusal or f"{named} was not refused"
@@ -197,7 +197,7 @@ def what_cannot_be_handed_over_is_refused_when_the_server_starts() -> None:
     _refused("several nodes", nnodes=2)
     for name, what in (("pp_size", "pipeline"), ("dp_size", "data parallelism"), ("attn_cp_size", "context parallelism")):
         backend.get_parallel = lambda name=name: SimpleNamespace(**{**vars(ONE), name: 2})  # type: ignore[attr-defined]
-        _refused(what)
+        _refused(what, "decode")
     backend.get_parallel = lambda: ONE  # type: ignore[attr-defined]
     for state in ("mamba", "swa", "dsa"):
         _refused(state, state_types=[state])

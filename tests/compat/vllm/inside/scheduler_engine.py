@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
-from vllm_rig import EXTERNAL_ID, INFO, LAYERS, ScriptedPort, one_rank
+from vllm_rig import EXTERNAL_ID, INFO, LAYERS, ScriptedPort, layer_groups, one_rank
 
 from kvbaton.agent.engine_port import HandoffStats, Landed
 from kvbaton.core.handoff import Aux, HandoffKey, TransferId
@@ -53,7 +53,7 @@ class Engine:
         connector._half.meet_worker(INFO)
         self.connector = connector
         self.port = ScriptedPort()
-        self.worker = WorkerHalf(self.port, one_rank(self.port), range(LAYERS), self.port.news, 0.01)
+        self.worker = WorkerHalf(self.port, one_rank(self.port), layer_groups(), self.port.news, 0.01)
         self.hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
         self.blocks = blocks - 1
         self.is_async = is_async

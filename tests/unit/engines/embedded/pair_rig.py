@@ -14,6 +14,7 @@ import numpy as np
 from engine_fakes import Answer, key_of
 
 from kvbaton.agent.driver import Driver
+from kvbaton.agent.rank_sets import LocalRanks
 from kvbaton.agent.sockets import ControlSockets
 from kvbaton.config import HandoffSettings, Limits, OnFailure
 from kvbaton.core.card import Card, RankCard
@@ -98,9 +99,9 @@ class Instance:
             defer_timeout=defer_timeout,
             transfer_timeout=transfer_timeout,
         )
-        self.driver = Driver(
-            card, self.cache.layout(), self.transport, limits, sockets, self._wake, settings.handoff, self.notes.append
-        )
+        unfenced = settings.handoff.unfenced_writes
+        ranks = LocalRanks(self.cache.layout(), self.transport, transfer_timeout, unfenced_writes=unfenced)
+        self.driver = Driver(card, ranks, limits, sockets, self._wake, settings.handoff, self.notes.append)
         self.engine = Engine(loaded, self.cache, self.driver, settings, time.monotonic, self.notes.append)
         self.requests: list[GenerationRequest] = []
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
+from prometheus_client import generate_latest
+
 from kvbaton.agent.engine_port import AgentStats
-from kvbaton.engines.embedded.metrics import make_registry, metrics_text
+from kvbaton.engines.embedded.metrics import make_registry
 from kvbaton.engines.embedded.stats import EngineStats
 
 
@@ -47,7 +49,7 @@ def _agent(dropped: Counter[str]) -> AgentStats:
 
 
 def test_what_the_agents_have_counted_is_reported() -> None:
-    text = metrics_text(make_registry(_stats, lambda: _agent(Counter()))).decode()
+    text = generate_latest(make_registry(_stats, lambda: _agent(Counter()))).decode()
     for line in (
         'kvbaton_handoffs_live{side="source"} 3.0',
         'kvbaton_handoffs_live{side="target"} 0.0',
@@ -70,12 +72,12 @@ def test_what_the_agents_have_counted_is_reported() -> None:
 def test_dropped_messages_are_counted_by_cause_at_each_scrape() -> None:
     dropped = Counter({"not authenticated": 0, "no route": 2})
     registry = make_registry(_stats, lambda: _agent(dropped))
-    assert b'kvbaton_control_dropped_total{cause="not authenticated"} 0.0' in metrics_text(registry)
+    assert b'kvbaton_control_dropped_total{cause="not authenticated"} 0.0' in generate_latest(registry)
     dropped["not authenticated"] += 3
-    text = metrics_text(registry).decode()
+    text = generate_latest(registry).decode()
     assert 'kvbaton_control_dropped_total{cause="not authenticated"} 3.0' in text
     assert 'kvbaton_control_dropped_total{cause="no route"} 2.0' in text
 
 
 def test_without_a_control_channel_nothing_is_said_about_it() -> None:
-    assert b"control" not in metrics_text(make_registry(_stats))
+    assert b"control" not in generate_latest(make_registry(_stats))

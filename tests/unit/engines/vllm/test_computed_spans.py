@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from vllm_rig import ScriptedPort, key_of
+from vllm_rig import ScriptedPort, key_of, layer_groups
 
 from kvbaton.core.handoff import Span, span_problem
 from kvbaton.engines.vllm.computed_spans import ComputedSpans
@@ -129,3 +129,45 @@ def test_no_step_is_remembered_for_ever() -> None:
         rig.spans.computed(step, range(4))
     assert not rig.spans._steps
     assert not rig.spans._numbers
+
+
+CHUNK = ComputedChunk("r", KEY, ((1, 2),), 0, 8)
+"""8 bytes in each layer of `layer_groups`."""
+
+
+def reports(layers: int, least_bytes: int, order: list[int], chunks: tuple[ComputedChunk, ...] = (CHUNK,)) -> list[list[int]]:
+    """What a rank reports of a step whose hooks come in this order, each report, and the rest last."""
+    groups = layer_groups(layers, least_bytes)
+    groups.begin(chunks)
+    found = [list(groups.computed(layer)) for layer in order]
+    return [each for each in (*found, list(groups.rest())) if each]
+
+
+def test_each_report_has_half_of_the_layers_that_are_left() -> None:
+    sizes = [len(each) for each in reports(32, 0, list(range(32)))]
+    assert sizes == [16, 8, 4, 2, 1, 1]
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 7, 32, 61])
+@pytest.mark.parametrize("least_bytes", [0, 8, 20, 1 << 20])
+def test_every_layer_is_reported_once_whatever_hooks_there_are(layers: int, least_bytes: int) -> None:
+    generator = random.Random(f"{layers} {least_bytes}")
+    for _ in range(20):
+        order = generator.choices(range(-1, layers + 1), k=generator.randrange(2 * layers))
+        found = reports(layers, least_bytes, order)
+        assert sorted(layer for each in found for layer in each) == list(range(layers))
+
+
+def test_no_report_but_the_last_is_smaller_than_the_least() -> None:
+    found = reports(32, 40, list(range(32)))
+    assert [len(each) for each in found] == [16, 8, 5, 3]
+    assert len(reports(32, 32 * 8 + 1, list(range(32)))) == 1
+
+
+def test_a_step_without_chunks_reports_nothing_even_after_one_that_ended_early() -> None:
+    groups = layer_groups(4)
+    groups.begin((CHUNK,))
+    assert list(groups.computed(0)) == []
+    groups.begin(())
+    assert [list(groups.computed(layer)) for layer in range(4)] == [[]] * 4
+    assert list(groups.rest()) == []

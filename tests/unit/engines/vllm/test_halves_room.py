@@ -201,4 +201,6 @@ def test_a_grant_that_is_there_is_told_without_a_wait_for_more() -> None:
     assert rig.step().report.granted
     assert rig.port.news.waits == waits
     rig.step()
+    assert rig.port.news.waits == waits, "with async scheduling vLLM takes the report after this step"
+    rig.step()
     assert rig.port.news.waits == waits + 1, "an idle step waits for news"

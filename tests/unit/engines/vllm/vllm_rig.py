@@ -11,8 +11,9 @@ from typing import Any
 from kvbaton.agent.engine_port import Allocation, EngineEvent, Offer, SourceRequest, SpansReady
 from kvbaton.core.addresses import ControlAddress, make_request_id
 from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Mode, Span, TransferId
+from kvbaton.core.layout import Axis, Group, HeadRange, Layout, Plane
 from kvbaton.core.timeline import Note, Side
-from kvbaton.engines.vllm.computed_spans import ComputedSpans
+from kvbaton.engines.vllm.computed_spans import ComputedSpans, LayerGroups
 from kvbaton.engines.vllm.requests import HandoffInfo, SourceCheck
 from kvbaton.engines.vllm.scheduler_half import Computing, Room, SchedulerHalf
 from kvbaton.engines.vllm.specs import TokenCounts
@@ -28,6 +29,7 @@ __all__ = [
     "ScriptedPort",
     "Status",
     "key_of",
+    "layer_groups",
     "one_rank",
     "source_params",
     "target_params",
@@ -167,6 +169,14 @@ def one_rank(port: ScriptedPort) -> ComputedSpans:
     return ComputedSpans(port, dict.fromkeys(range(LAYERS), 1), lambda given: given)
 
 
+def layer_groups(layers: int = LAYERS, least_bytes: int = 0) -> LayerGroups:
+    """The layers of one rank, whose tokens have a byte each in each layer."""
+    offsets = tuple(range(0, layers * BLOCK_TOKENS, BLOCK_TOKENS))
+    plane = Plane("keys", "u8", 1, (HeadRange(0, 1),), 1, (Axis(1, 1),), offsets, layers * BLOCK_TOKENS, 0, 1, 1)
+    group = Group("full", tuple(range(layers)), 1, BLOCK_TOKENS, BLOCK_TOKENS, (plane,))
+    return LayerGroups(Layout(layers * BLOCK_TOKENS, (group,)), least_bytes)
+
+
 class Rig:
     """Both halves of one instance over a scripted port, stepped as vLLM steps them."""
 
@@ -187,7 +197,7 @@ class Rig:
         self.scheduler.meet_worker(INFO)
         poison = lambda blocks, cached: self.poisoned.append((blocks, cached))  # noqa: E731
         self.worker = WorkerHalf(
-            self.port, one_rank(self.port), range(LAYERS), self.port.news, drain_s, poison, self.notes.append
+            self.port, one_rank(self.port), layer_groups(), self.port.news, drain_s, poison, self.notes.append
         )
         self.blocks: dict[str, tuple[tuple[int, ...], ...]] = {}
 

@@ -4,7 +4,6 @@ group in one allocation that a transport can register as one region.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,11 +45,6 @@ class PlaneSpec:
     def head_count(self) -> int:
         """How many heads this rank holds."""
         return sum(map(len, self.heads))
-
-    @property
-    def head_size(self) -> int:
-        """Elements of one head."""
-        return math.prod(self.head_shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,24 +22,10 @@ import numpy.typing as npt
 from kvbaton.agent.channel import Channel, ChannelClosed, ChannelStuck, channel_pair
 from kvbaton.core.handoff import BlockLists
 from kvbaton.engines.embedded.model import TokenSpan, Written
+from kvbaton.engines.embedded.shaped import rank_messages
 from kvbaton.engines.embedded.shaped.blueprint import WHOLE, Blueprint, Cut
 from kvbaton.engines.embedded.shaped.memory import group_specs, lists_of
-from kvbaton.engines.embedded.shaped.rank_messages import (
-    GroupSettings,
-    LayerWritten,
-    Links,
-    Poison,
-    Poisoned,
-    RankReady,
-    RankReply,
-    RankSetup,
-    RunStep,
-    StepDone,
-    StepFailed,
-    decode_reply,
-    rank_name,
-    to_wire,
-)
+from kvbaton.engines.embedded.shaped.rank_messages import GroupSettings, Links, RankSetup, rank_name
 from kvbaton.errors import Bug, LocalError
 
 __all__ = ["RankGroup", "RankLost", "RemoteCache", "RemoteModel"]
@@ -67,7 +53,7 @@ class _Rank:
         self.steps = steps
         self.agent = agent
 
-    def receive(self, until: float) -> RankReply:
+    def receive(self, until: float) -> rank_messages.RankReply:
         """Its next reply. Raises RankLost when none arrives until then, or the process is gone."""
         try:
             frame = self.steps.receive(until - time.monotonic())
@@ -75,7 +61,7 @@ class _Rank:
             raise RankLost(f"{self.name} (process {self.process.pid}) is lost: {error}") from error
         if frame is None:
             raise RankLost(f"{self.name} (process {self.process.pid}) does not reply")
-        return decode_reply(frame)
+        return rank_messages.decode_reply(frame)
 
     def send(self, frame: bytes, timeout_s: float) -> None:
         """Send an order to it. Raises RankLost."""
@@ -114,14 +100,17 @@ class RankGroup:
 
         Raises RankLost, and from then on always.
         """
-        order = RunStep(tuple(to_wire(span) for span in spans), written is not None)
+        order = rank_messages.RunStep(tuple(rank_messages.to_wire(span) for span in spans), written is not None)
         replies = _StepReplies(self.settings, written)
         self._order_all(msgspec.msgpack.encode(order), replies.take)
         return np.frombuffer(replies.logits, np.float32).reshape(len(spans), -1)
 
     def poison(self, blocks: Sequence[int]) -> None:
         """Poison these blocks on every rank, and wait until that is done. Raises RankLost."""
-        self._order_all(msgspec.msgpack.encode(Poison(tuple(blocks))), lambda _, reply: isinstance(reply, Poisoned))
+        self._order_all(
+            msgspec.msgpack.encode(rank_messages.Poison(tuple(blocks))),
+            lambda _, reply: isinstance(reply, rank_messages.Poisoned),
+        )
 
     def close(self) -> None:
         """Close the channels, wait a bounded time for the ranks to end, and kill the rest. Idempotent."""
@@ -139,7 +128,7 @@ class RankGroup:
             _end(rank.process, until)
         os.close(self._close_fd)
 
-    def _order_all(self, frame: bytes, take: Callable[[_Rank, RankReply], bool]) -> None:
+    def _order_all(self, frame: bytes, take: Callable[[_Rank, rank_messages.RankReply], bool]) -> None:
         """Send an order to every rank, and take replies until `take` has returned true for each rank."""
         if self._problem:
             raise RankLost(self._problem)
@@ -152,7 +141,7 @@ class RankGroup:
             self._problem = str(error)
             raise
 
-    def _take_all(self, take: Callable[[_Rank, RankReply], bool], until: float) -> None:
+    def _take_all(self, take: Callable[[_Rank, rank_messages.RankReply], bool], until: float) -> None:
         waiting = {rank.steps.fileno(): rank for rank in self.ranks}
         poll = select.poll()
         for number in waiting:
@@ -165,15 +154,15 @@ class RankGroup:
             for number, _ in ready:
                 rank = waiting[number]
                 reply = rank.receive(until)
-                if isinstance(reply, StepFailed):
+                if isinstance(reply, rank_messages.StepFailed):
                     raise RankLost(f"{rank.name} (process {rank.process.pid}) failed in a step: {reply.reason}")
                 if take(rank, reply):
                     del waiting[number]
                     poll.unregister(number)
 
-    def _wait_ready(self, rank: _Rank, until: float) -> RankReady:
+    def _wait_ready(self, rank: _Rank, until: float) -> rank_messages.RankReady:
         reply = rank.receive(until)
-        if not isinstance(reply, RankReady):
+        if not isinstance(reply, rank_messages.RankReady):
             raise Bug(f"{rank.name} sends {type(reply).__name__} before it is ready")
         return reply
 
@@ -215,15 +204,15 @@ class _StepReplies:
         self._written = written
         self._writers: Counter[int] = Counter()
 
-    def take(self, rank: _Rank, reply: RankReply) -> bool:
+    def take(self, rank: _Rank, reply: rank_messages.RankReply) -> bool:
         """Take one reply of a rank; true when it was the last one."""
         match reply:
-            case LayerWritten():
+            case rank_messages.LayerWritten():
                 self._writers[reply.layer] += 1
                 if self._written is not None and self._writers[reply.layer] == self._settings.shape.tp:
                     self._written(reply.layer)
                 return False
-            case StepDone():
+            case rank_messages.StepDone():
                 self.logits = reply.logits or self.logits
                 return True
             case _:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import numpy as np
 
@@ -160,20 +162,11 @@ class Poisoned(msgspec.Struct, frozen=True, tag=True):
 LeaderOrder = RunStep | Poison
 RankReply = RankReady | LayerWritten | StepDone | StepFailed | Poisoned
 
-_order_decoder = msgspec.msgpack.Decoder(LeaderOrder)
-_reply_decoder = msgspec.msgpack.Decoder(RankReply)
+decode_order: Callable[[bytes | bytearray], LeaderOrder] = msgspec.msgpack.Decoder(LeaderOrder).decode
+"""Read an order of the leader."""
 
-
-def decode_order(frame: bytes | bytearray) -> LeaderOrder:
-    """Read an order of the leader."""
-    order: LeaderOrder = _order_decoder.decode(frame)
-    return order
-
-
-def decode_reply(frame: bytes | bytearray) -> RankReply:
-    """Read a reply of a rank."""
-    reply: RankReply = _reply_decoder.decode(frame)
-    return reply
+decode_reply: Callable[[bytes | bytearray], RankReply] = msgspec.msgpack.Decoder(RankReply).decode
+"""Read a reply of a rank."""
 
 
 def to_wire(span: TokenSpan) -> WireSpan:

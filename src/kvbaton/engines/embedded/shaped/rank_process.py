@@ -21,26 +21,11 @@ import numpy as np
 from kvbaton.agent.channel import Channel, ChannelClosed, ChannelStuck
 from kvbaton.agent.rank_sets import RankLoop
 from kvbaton.core.layout import Layout
+from kvbaton.engines.embedded.shaped import rank_messages
 from kvbaton.engines.embedded.shaped.blueprint import Cut, find_blueprint
 from kvbaton.engines.embedded.shaped.memory import ShapedCache
 from kvbaton.engines.embedded.shaped.model import ShapedModel
-from kvbaton.engines.embedded.shaped.rank_messages import (
-    GroupSettings,
-    LayerWritten,
-    Links,
-    Poison,
-    Poisoned,
-    RankReady,
-    RankReply,
-    RankSetup,
-    RunStep,
-    StepDone,
-    StepFailed,
-    decode_order,
-    from_wire,
-    open_rank_transport,
-    rank_name,
-)
+from kvbaton.engines.embedded.shaped.rank_messages import GroupSettings, Links, RankSetup, open_rank_transport, rank_name
 from kvbaton.engines.embedded.shaped.weights import Array, make_weights, weights_fingerprint
 
 __all__ = ["RankCollectives", "RankWorker", "main"]
@@ -105,7 +90,7 @@ class RankWorker:
     _collectives: RankCollectives
     _timeout_s: float
 
-    def send(self, reply: RankReply) -> None:
+    def send(self, reply: rank_messages.RankReply) -> None:
         """Send a reply to the leader."""
         self._steps.send(msgspec.msgpack.encode(reply), self._timeout_s)
 
@@ -120,21 +105,21 @@ class RankWorker:
             log.info("%s ends: %s", rank_name(self._model.cut), error)
 
     def _execute(self, frame: bytearray) -> None:
-        order = decode_order(frame)
-        if isinstance(order, Poison):
+        order = rank_messages.decode_order(frame)
+        if isinstance(order, rank_messages.Poison):
             self._cache.poison(order.blocks)
-            self.send(Poisoned())
+            self.send(rank_messages.Poisoned())
             return
         try:
-            self.send(StepDone(self._step(order)))
+            self.send(rank_messages.StepDone(self._step(order)))
         except ChannelClosed:
             raise
         except Exception as error:
-            self.send(StepFailed(f"{type(error).__name__}: {error}"))
+            self.send(rank_messages.StepFailed(f"{type(error).__name__}: {error}"))
             raise
 
-    def _step(self, order: RunStep) -> bytes:
-        model, spans = self._model, [from_wire(span) for span in order.spans]
+    def _step(self, order: rank_messages.RunStep) -> bytes:
+        model, spans = self._model, [rank_messages.from_wire(span) for span in order.spans]
         rows = sum(len(span.token_ids) for span in spans)
         hidden = self._collectives.receive_rows((rows, model.blueprint.hidden_size))
         hidden = model.embed(spans) if hidden is None else hidden
@@ -145,7 +130,7 @@ class RankWorker:
         return np.ascontiguousarray(model.logits(hidden, spans)).tobytes()
 
     def _report_layer(self, layer: int) -> None:
-        self.send(LayerWritten(layer))
+        self.send(rank_messages.LayerWritten(layer))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -177,7 +162,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     loop.start()
     try:
-        worker.send(RankReady(layout, transport.endpoint(), loop.agent.executor, weights_fingerprint(blueprint, weights)))
+        worker.send(
+            rank_messages.RankReady(layout, transport.endpoint(), loop.agent.executor, weights_fingerprint(blueprint, weights))
+        )
         worker.run()
     finally:
         loop.close()

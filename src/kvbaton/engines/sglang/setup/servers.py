@@ -82,10 +82,13 @@ class SglangServers(PreparedEngine):
         arguments += ["--context-length", str(MAX_MODEL_TOKENS), "--nccl-port", str(ports.pick())]
         arguments += ["--chunked-prefill-size", str(options.step_tokens or _CHUNK_TOKENS)]
         arguments += [*_DECODE] if role == "decode" else []
-        variables = {**self.environment.variables(), **core_share(options.sharing * shape.tp)}
+        variables = {**self.environment.variables(), **core_share(options.sharing * shape.tp * shape.pp)}
         if shape.tp > 1:
             arguments += ["--tp-size", str(shape.tp)]
-            variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(shape.tp)))
+        if shape.pp > 1:
+            arguments += ["--pp-size", str(shape.pp)]
+        if shape.tp * shape.pp > 1:
+            variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(shape.tp * shape.pp)))
         url = f"http://{_HOST}:{port}"
         command = [*self.environment.command, *arguments, *options.arguments]
         return FleetPart(name, command, f"{url}/health", variables, base_url=url)

@@ -68,6 +68,7 @@ class VllmPlugin(EnginePlugin):
         connectors=tuple(CONNECTORS),
         controls=("drop_writes", "drop"),
         shapes=True,
+        hosts=True,
         cache_dtypes=("float32", "bfloat16"),
     )
     healthy_within_s = 900.0

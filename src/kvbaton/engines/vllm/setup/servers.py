@@ -10,7 +10,7 @@ from typing import Any
 
 from kvbaton.compat.mori.command_lines import switch_variables
 from kvbaton.config import CLUSTER_KEY_VARIABLE, HandoffSettings
-from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.addresses import ControlAddress, in_url
 from kvbaton.core.handoff import Mode
 from kvbaton.core.topology import Shape
 from kvbaton.engines.base import EngineOptions, PreparedEngine
@@ -36,7 +36,6 @@ MAX_MODEL_TOKENS = 2048
 GPU_MODEL_TOKENS = 10_240
 """The same on a GPU."""
 
-_HOST = "127.0.0.1"
 _GPU_SHARE = 0.93
 """Of the memory of a GPU, for all servers together."""
 _GPU_CACHE_TOKENS = 32_768
@@ -107,7 +106,7 @@ class VllmServers(PreparedEngine):
     def plain_part(self, name: str, port: int, config: dict[str, Any] | None) -> FleetPart:
         """A server with this `--kv-transfer-config`, or without one."""
         options, shape = self.options, check_shape(self.options.shape)
-        arguments = [*serve_arguments(str(self.model), _HOST, port, config), *_shape_arguments(shape)]
+        arguments = [*serve_arguments(str(self.model), options.host, port, config), *_shape_arguments(shape)]
         arguments += [*_eager_arguments(shape), "--kv-cache-memory-bytes", str(self.cache_bytes)]
         arguments += ["--served-model-name", options.served_name or options.model, "--dtype", options.cache_dtype]
         if options.cache_blocks is not None:
@@ -122,7 +121,7 @@ class VllmServers(PreparedEngine):
             arguments += _gpu_arguments(options)
             # Triton rounds the numbers of a product to 19 bits otherwise, differently in prefill and in decode.
             variables["TRITON_F32_DEFAULT"] = "ieee"
-        url = f"http://{_HOST}:{port}"
+        url = f"http://{in_url(options.host)}:{port}"
         command = [*self.environment.command, *arguments, *options.arguments]
         return FleetPart(name, command, f"{url}/health", variables, base_url=url)
 
@@ -156,10 +155,11 @@ def gpu_cache_bytes(model: Path, dtype: str) -> int:
 def _with_kvbaton(
     servers: VllmServers, name: str, role: str, port: int, ports: PortPicker, routers: Sequence[str]
 ) -> FleetPart:
-    options, controls = servers.options, servers.options.controls
+    options, controls, host = servers.options, servers.options.controls, servers.options.host
     engines = check_shape(options.shape).dp
     extra: dict[str, Any] = {"control_port": ports.pick(engines), "transport": options.transport}
-    extra |= {"http_address": f"{_HOST}:{port}", "handoffs_port": ports.pick(engines), "routers": list(routers)}
+    extra |= {"control_host": host, "http_address": f"{in_url(host)}:{port}"}
+    extra |= {"handoffs_port": ports.pick(engines), "routers": list(routers)}
     extra |= {"dp_size": engines} if engines > 1 else {}
     drop = "writes" if controls.drop_writes else controls.drop
     extra |= ({"poison": True} if controls.poison else {}) | ({"drop": drop} if drop else {})
@@ -168,8 +168,8 @@ def _with_kvbaton(
     return replace(
         part,
         environment=part.environment | {CLUSTER_KEY_VARIABLE: options.cluster_key},
-        control_address=str(ControlAddress.of(_HOST, extra["control_port"])),
-        handoffs_address=f"{_HOST}:{extra['handoffs_port']}",
+        control_address=str(ControlAddress.of(host, extra["control_port"])),
+        handoffs_address=f"{in_url(host)}:{extra['handoffs_port']}",
     )
 
 
@@ -178,7 +178,7 @@ def _with_nixl(servers: VllmServers, name: str, role: str, port: int, ports: Por
     del routers  # It registers with no router: its clients forward `kv_transfer_params` themselves.
     config = {"kv_connector": "NixlConnector", "kv_role": _ROLES[role], "kv_buffer_device": servers.options.device}
     part = servers.plain_part(name, port, config)
-    side_channel = {"VLLM_NIXL_SIDE_CHANNEL_HOST": _HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(ports.pick())}
+    side_channel = {"VLLM_NIXL_SIDE_CHANNEL_HOST": servers.options.host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(ports.pick())}
     return replace(part, environment=part.environment | side_channel)
 
 
@@ -186,7 +186,7 @@ def _with_moriio(servers: VllmServers, name: str, role: str, port: int, ports: P
     """The MoRIIOConnector that vLLM ships, unchanged, on kvbaton's drop-in for `mori`."""
     options = servers.options
     extra: dict[str, Any] = {
-        "host_ip": _HOST,
+        "host_ip": options.host,
         "http_port": port,
         "handshake_port": ports.pick(),
         "notify_port": ports.pick(),

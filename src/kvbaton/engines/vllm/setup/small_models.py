@@ -7,7 +7,6 @@ swapped or shifted changes logprobs. A model may have a companion that drafts to
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.config import nearest_known
 from kvbaton.engines.base import Progress
 from kvbaton.engines.vllm.setup.environment import VllmEnvironment
 from kvbaton.errors import ModelError
@@ -299,9 +299,7 @@ def is_small_model(name: str) -> bool:
 def find_small_model(name: str) -> SmallModel:
     """The model of that name. Raises ModelError that names the nearest, or all."""
     if name not in SMALL_MODELS:
-        near = difflib.get_close_matches(name, SMALL_MODELS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(SMALL_MODELS)}"
-        raise ModelError(f"model {name!r} is no small model for vLLM; {hint}")
+        raise ModelError(f"model {name!r} is no small model for vLLM; {nearest_known(name, SMALL_MODELS)}")
     return SMALL_MODELS[name]
 
 
