@@ -33,7 +33,7 @@ from watching import wait_until
 pytestmark = [pytest.mark.vllm_shapes, pytest.mark.timeout(1800)]
 
 MODELS = {"internal": "small-llama", "external": "small-gptoss"}
-"""vLLM balances models without experts by itself only; for those outside, it requires servers that know nothing of each other."""
+"""vLLM refuses external balancing of models without experts: those are to be independent servers."""
 NOTHING_SERVED = "vLLM for CPUs exchanges nothing between experts of data-parallel ranks (all_gatherv): they compute nothing"
 """Why external balancing is shown up to the registration only."""
 RANKS = 2
