@@ -153,6 +153,10 @@ class HeldConnector(KVBatonConnector):
             path.unlink()
 
 
+# A MultiConnector finds the statistics of its parts by the names of their classes, in a process that has not loaded this module.
+HeldConnector.__name__ = KVBatonConnector.__name__
+
+
 def _sizes(root: object) -> dict[str, int]:
     """How many things every container that belongs to kvbaton's objects holds, by where it is."""
     found: dict[str, int] = {}
