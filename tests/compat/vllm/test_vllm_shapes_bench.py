@@ -47,9 +47,9 @@ def serving() -> Iterator[tuple[str, Server]]:
     ]
     with Fleet() as fleet, starting(*specs) as servers:
         fleet.start(router_part("127.0.0.1", router_port, discovery_port, cluster_key=CLUSTER_KEY))
-        fleet.wait_healthy(60)
         for each in servers:
             each.wait()
+        fleet.wait_healthy(60)
         router = f"http://127.0.0.1:{router_port}"
         wait_until(lambda: _live(router) == len(specs), "both instances to register", 120)
         yield router, servers[1]

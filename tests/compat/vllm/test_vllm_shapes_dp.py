@@ -32,7 +32,10 @@ from watching import wait_until
 
 pytestmark = [pytest.mark.vllm_shapes, pytest.mark.timeout(1800)]
 
-SMALL = "small-llama"
+MODELS = {"internal": "small-llama", "external": "small-gptoss"}
+"""vLLM refuses external balancing of models without experts: those are to be independent servers."""
+NOTHING_SERVED = "vLLM for CPUs exchanges nothing between experts of data-parallel ranks (all_gatherv): they compute nothing"
+"""Why external balancing is shown up to the registration only."""
 RANKS = 2
 _DELIVERED = re.compile(
     r'^vllm:kvbaton_handoffs_total\{(?=[^}]*outcome="delivered")[^}]*engine="(\d+)"[^}]*\} (\S+)$', re.MULTILINE
@@ -83,12 +86,13 @@ def singles() -> Iterator[Singles]:
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(case))
 def stand(request: pytest.FixtureRequest, singles: Singles) -> Iterator[DpStand]:
     side, balancing, mode = request.param
+    model = MODELS[balancing]
     ports = PortPicker()
     router_port, discovery_port = ports.pick(), ports.pick()
     specs = []
     for role in ("prefill", "decode"):
         settings: dict[str, Any] = {**LIMITS, "allow": []}
-        common = {"mode": mode, "routers": (f"127.0.0.1:{discovery_port}",), "holds": True, "model": SMALL, "forks": True}
+        common = {"mode": mode, "routers": (f"127.0.0.1:{discovery_port}",), "holds": True, "model": model, "forks": True}
         if role != side:
             specs.append(ServerSpec(role, role, settings=settings, **common))
         elif balancing == "internal":
@@ -102,11 +106,11 @@ def stand(request: pytest.FixtureRequest, singles: Singles) -> Iterator[DpStand]
                 sized = {**settings, "dp_size": RANKS}
                 specs.append(ServerSpec(f"{role}{rank}", role, settings=sized, arguments=place, **common))
     with Fleet() as fleet, starting(*specs) as servers:
-        single = singles.of(SMALL)
+        single = singles.of(model)
         fleet.start(router_part("127.0.0.1", router_port, discovery_port, cluster_key=CLUSTER_KEY))
-        fleet.wait_healthy(60)
         for each in (*servers, single):
             each.wait()
+        fleet.wait_healthy(60)
         of_role = {
             role: [s for s, spec in zip(servers, specs, strict=True) if spec.role == role] for role in ("prefill", "decode")
         }
@@ -135,6 +139,9 @@ def test_every_engine_registers_with_its_own_address_and_rank(stand: DpStand) ->
 
 
 def test_every_answer_is_that_of_one_plain_server_and_every_rank_has_served(stand: DpStand) -> None:
+    if stand.balancing == "external":
+        pytest.skip(NOTHING_SERVED)
+
     async def send(opened: aiohttp.ClientSession) -> None:
         for single, pair in await _replies(opened, stand, f"same {stand.side} {stand.balancing}"):
             assert compare(single.answer, pair.answer).verdict is Verdict.EQUAL
@@ -147,6 +154,9 @@ def test_every_answer_is_that_of_one_plain_server_and_every_rank_has_served(stan
 
 
 def test_control_nothing_copied_shows(stand: DpStand) -> None:
+    if stand.balancing == "external":
+        pytest.skip(NOTHING_SERVED)
+
     async def send(opened: aiohttp.ClientSession) -> None:
         with ExitStack() as held:
             for each in stand.decodes:

@@ -260,7 +260,8 @@ def _server(spec: ServerSpec, prepared: VllmServers, ports: PortPicker, hold: Pa
         config = json.loads(command[at])
         control_port = config["kv_connector_extra_config"]["control_port"]
         if spec.holds:
-            config |= {"kv_connector": "HeldConnector", "kv_connector_module_path": "held_connector"}
+            held = "HeldPart" if spec.beside else "HeldConnector"
+            config |= {"kv_connector": held, "kv_connector_module_path": "held_connector"}
         if spec.kv_role:
             config["kv_role"] = spec.kv_role
         if spec.beside:
