@@ -42,9 +42,9 @@ _ONE_PREFILL = SimpleNamespace(dp_size=1, follow_bootstrap_room=True)
 """What SGLang's scheduler reads of a prefill instance before it makes a request's pages; the agents check the rest."""
 
 _WITHOUT = {
-    # Of prefill it can. Of decode a later stage may still use the pages that the first one has freed and grants, because no
-    # stage waits for the others when it frees pages.
-    "pp_size": "pipeline parallelism of decode",
+    # Of prefill: ranks and halves can, but no pipeline of SGLang has been run with them. Of decode: a later stage may still use
+    # the pages that the first one has freed and grants, because no stage waits for the others when it frees pages.
+    "pp_size": "pipeline parallelism",
     "dp_size": "data parallelism",
     "attn_dp_size": "DP attention",
     "attn_cp_size": "context parallelism",
@@ -89,7 +89,7 @@ class KVBatonManager(BaseKVManager):
         _check_polls()
         queue, parallel = current_queue(), get_parallel()
         role = str(disaggregation_mode.value)
-        _check_shape(role, server_args, parallel)
+        _check_shape(server_args, parallel)
         settings = parse_settings(os.environ.get(CONFIG_VARIABLE, ""))
         model_config = queue.scheduler.model_config
         facts = PoolFacts(
@@ -316,10 +316,10 @@ def _check_polls() -> None:
             )
 
 
-def _check_shape(role: str, server_args: Any, parallel: Any) -> None:
+def _check_shape(server_args: Any, parallel: Any) -> None:
     for name, what in _WITHOUT.items():
         size = getattr(parallel, name, None) or getattr(server_args, name, None) or 1
-        if size > 1 and (role, name) != ("prefill", "pp_size"):
+        if size > 1:
             raise ConfigError(f"{name} is {size}: {what} cannot be handed over so far; tensor parallelism can")
 
 
