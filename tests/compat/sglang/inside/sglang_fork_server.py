@@ -42,7 +42,7 @@ def _serve(order: dict[str, Any]) -> None:
     os.environ.update(order["environment"])
     sys.argv = ["sglang.launch_server", *order["arguments"]]
     multiprocessing.set_start_method("fork", force=True)
-    multiprocessing.set_start_method = lambda *_, **__: None  # type: ignore[assignment]
+    multiprocessing.set_start_method = lambda *_, **__: None
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
