@@ -108,6 +108,10 @@ class RaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     drain_timeout_s: float = 60.0
     router: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not self.drain_timeout_s > 0:
+            raise ConfigError(f"drain_timeout_s is {self.drain_timeout_s}; it must be above 0")
+
     def engine_options(self, side: ReplicaSettings, host: str, cluster_key: str) -> EngineOptions:
         """What the engine of one side is prepared with. Raises ConfigError for an unknown field, or a wrong type."""
         own = {"transport": "tcp", **self.options, **side.engine}

@@ -220,7 +220,7 @@ def test_no_request_is_lost_or_wrong_while_replicas_come_and_go(port: int, expec
 
 
 def test_the_same_load_notices_replicas_that_do_not_drain(port: int, expected: dict[str, str]) -> None:
-    with served(port, RaySettings("tiny", prefill=PREFILL, decode=DECODE, drain_timeout_s=0)) as running:
+    with served(port, RaySettings("tiny", prefill=PREFILL, decode=DECODE, drain_timeout_s=0.1)) as running:
         load = Load(running.client, expected)
         scale_up_and_down(running, load, 0)
         assert load.lost or load.wrong

@@ -41,6 +41,11 @@ def test_options_that_no_engine_has_are_refused_by_name(options: dict[str, Any],
         RaySettings(options=options).engine_options(ReplicaSettings(), "10.0.0.5", "key")
 
 
+def test_no_time_to_drain_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="drain_timeout_s is 0; it must be above 0"):
+        RaySettings(drain_timeout_s=0)
+
+
 def test_one_side_may_have_options_of_its_own() -> None:
     settings = RaySettings("tiny", options={"handoff": {"mode": "pull"}, "sharing": 4})
     found = settings.engine_options(ReplicaSettings(engine={"sharing": 2}), "10.0.0.5", "key")
