@@ -134,7 +134,13 @@ def _keep_queue(pool: Any, arguments: dict[str, Any]) -> None:
 
 
 def _add(original: Any, queue: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    """A request that is over when it has just been added was refused: too long for the cache, a grammar that cannot be read."""
+    """A request that is over when it has just been added was refused: too long for the cache, a grammar that cannot be read.
+
+    SGLang's decode makes an address of the request before our receiver exists, and its scheduler ends where that fails. Without
+    a host our receiver refuses the request by name.
+    """
+    if not isinstance(req.bootstrap_host, str):
+        req.bootstrap_host = ""
     result = original(queue, req, *args, **kwargs)
     if _on_refused is not None and req.finished():
         _on_refused(req)
