@@ -99,7 +99,7 @@ def _test(case: ElementTree.Element) -> dict[str, Any]:
     name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
     entry: dict[str, Any] = {"test": name, "result": end, "seconds": round(float(case.get("time", 0)), 1)}
     if found is not None:
-        entry["message"] = (found.get("message") or "")[:500]
+        entry["message"] = (found.get("message") or "").replace(str(Path.home()), "~")[:500]
     return entry
 
 
