@@ -8,13 +8,13 @@ On the port `control` every message is answered with a heartbeat that lists how 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import resource
 import sys
 import threading
 
 import msgspec
+import uvloop
 
 from kvbaton.agent.engine_port import SourceEnded
 from kvbaton.agent.sockets import ControlSockets
@@ -69,7 +69,7 @@ def main(kind: str, port: int, key: bytes | None, files: int) -> None:
         threading.Event().wait()
     if kind == "http":
         router = RouterSettings(port=port, discovery_port=PortPicker().pick(), api_keys=((key or b"").decode(),))
-        asyncio.run(serve_router(router, lambda: print("ready {}", flush=True)))
+        uvloop.run(serve_router(router, lambda: print("ready {}", flush=True)))
     if kind == "agent":
         serve_agents(port, Trust(key))
     sockets = ControlSockets(Incarnation("guarded"), "127.0.0.1", port, Trust(key))

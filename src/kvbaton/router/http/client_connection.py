@@ -34,7 +34,8 @@ _WRITE_BUFFER_BYTES = 128 * 1024
 _LINGER_S = 1.0
 # Such a body is admitted when the others hold all that is allowed: the large ones of one client must not stop all others.
 _SMALL_BYTES = 64 * 1024
-_MAX_AHEAD = 16
+# Each has a dictionary of headers: thousands of connections that send ahead and leave must stay small together.
+_MAX_AHEAD = 4
 _MAX_AHEAD_BYTES = 1024 * 1024
 _MIN_CHUNK_BYTES = 16
 _FREE_CHUNKS = 1024
