@@ -31,6 +31,8 @@ class DeathBook:
 
     def __init__(self, report: Callable[[bytes], None] | None = None) -> None:
         self.report = report
+        self.has_any = False
+        """Whether a death was ever counted: nearly all routers never do, and then no body needs a digest."""
         self.bodies: BoundedMap[bytes, tuple[int, float]] = BoundedMap(_MOST_BODIES)
         """How many deaths each digest was counted for, and when the last was; the oldest first."""
 
@@ -46,6 +48,7 @@ class DeathBook:
         """Count one death for a digest, which another process may have computed; how many there are."""
         count = self._count(digest, now) + 1
         self.bodies[digest] = (count, now)
+        self.has_any = True
         return count
 
     def count(self, path: str, body: bytes, now: float) -> int:

@@ -227,7 +227,7 @@ class Exchange:
     def begin(self) -> None:
         """Read the request and find it a pair."""
         self._connection.host(self)
-        if self._dispatcher.deaths.bodies and self._is_suspected():
+        if self._dispatcher.deaths.has_any and self._is_suspected():
             return
         body, settings = self._request.body, self._dispatcher.settings
         if is_simple(body, settings.max_json_depth, settings.max_json_keys):
@@ -315,7 +315,7 @@ class Exchange:
         """Pass a whole answer on."""
         self._dispatcher.metrics.see_first_byte(self._dispatcher.clock() - self._arrived)
         self._report_reached()
-        if self._dispatcher.deaths.bodies:
+        if self._dispatcher.deaths.has_any:
             self._dispatcher.deaths.clear(self._request.path, self._request.body)
         self._pass_on(answer)
 
@@ -343,7 +343,7 @@ class Exchange:
             held, self._held = self._held, b""
             self.decode_streamed("text/event-stream", held + _LINE_END if held else b"")
         self._attempt = None
-        if self._dispatcher.deaths.bodies:
+        if self._dispatcher.deaths.has_any:
             self._dispatcher.deaths.clear(self._request.path, self._request.body)
         self._finish()
         self._connection.end_stream()
@@ -482,7 +482,8 @@ class Exchange:
             dispatcher.metrics.add("retries")
         if seats.pair.prefill is None:
             dispatcher.metrics.add("local_prefills")
-        forwarded = self._forwarded() + self.share.lines
+        is_plain = self._span is None and not self._has_bad_trace
+        forwarded = (dispatcher.forwarded_lines(request) if is_plain else self._forwarded()) + self.share.lines
         try:
             job = self._pair_request = new_pair_request(request.path, self._body, seats.pair, forwarded, dispatcher.digits)
             if self._span is not None:
@@ -501,14 +502,12 @@ class Exchange:
             raise
 
     def _forwarded(self) -> bytes:
-        """The client's headers that the instances of an attempt see; where there are spans, the attempt's is their parent."""
+        """The client's headers that instances of a traced attempt see; where there are spans, the attempt's is their parent."""
         dispatcher, request = self._dispatcher, self._request
         if self._has_bad_trace:
             lines = dispatcher.forwarded_lines(request, _TRACE_HEADERS)
-        elif self._span is not None:
-            lines = dispatcher.forwarded_lines(request, frozenset((b"traceparent",)))
         else:
-            return dispatcher.forwarded_lines(request)
+            lines = dispatcher.forwarded_lines(request, frozenset((b"traceparent",)))
         return lines if self._span is None else lines + self._span.begin_attempt()
 
     def _client_request_id(self) -> str:

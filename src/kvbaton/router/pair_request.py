@@ -120,5 +120,6 @@ def new_pair_request(path: str, body: ClientBody, pair: InstancePair, forwarded:
         batch = body.batch_size()
         rooms = digits.room(pair.template) if batch is None else [digits.room(pair.template) for _ in range(batch)]
     # SGLang's instances know a request by its room alone, so its transfer id is made of that.
-    transfer_id = room_transfer_id(rooms) if isinstance(rooms, int) and rooms else f"tx-{digits.take()}"
+    room = rooms if isinstance(rooms, int) else 0
+    transfer_id = room_transfer_id(room) if room else pair.template.new_transfer_id(digits.take)
     return PairRequest(path, body, pair, transfer_id, lines, rooms)

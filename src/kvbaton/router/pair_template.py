@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from kvbaton.router.settings import RouterSettings
 __all__ = ["PairTemplate", "Params", "client_lines", "instance_lines"]
 
 _DECODES_ELSEWHERE = {"do_remote_decode": True, "do_remote_prefill": False}
+_IDS_AT_ONCE = 16
 _PREFILLS_ELSEWHERE = {"do_remote_decode": False, "do_remote_prefill": True}
 
 
@@ -46,8 +48,8 @@ class PairTemplate:
     """
 
     __slots__ = (
-        "_proof", "_rooms", "answer_lines", "decode_head", "id_prefix", "prefill_head", "prefill_params", "push_params",
-        "source_dp_size", "source_is_p2p",
+        "_ids", "_proof", "_proofs", "_rooms", "answer_lines", "decode_head", "id_prefix", "prefill_head", "prefill_params",
+        "push_params", "source_dp_size", "source_is_p2p",
     )  # fmt: skip
 
     def __init__(
@@ -65,6 +67,8 @@ class PairTemplate:
         self.source_dp_size = 1
         self.source_is_p2p = False
         self.id_prefix = b""
+        self._ids: list[str] = []
+        self._proofs: dict[str, str] = {}
         self._proof: AddressProof | None = None
         self._rooms: RoomProof | None = None
         if prefill is not None:
@@ -82,7 +86,21 @@ class PairTemplate:
 
     def address_proof(self, transfer_id: str) -> str:
         """The proof that this router has paired the two for this transfer; empty without a key."""
-        return "" if self._proof is None else self._proof.of(transfer_id)
+        if self._proof is None:
+            return ""
+        return self._proofs.pop(transfer_id, "") or self._proof.of(transfer_id)
+
+    def new_transfer_id(self, draw: Callable[[], str]) -> str:
+        """A transfer id that was not returned before, of 32 random digits that `draw` returns.
+
+        Ids and their proofs are made several at once: between two requests the code of the digest leaves the processor's
+        caches, and a proof alone costs several times as much.
+        """
+        if not self._ids:
+            self._ids = [f"tx-{draw()}" for _ in range(_IDS_AT_ONCE)]
+            if self._proof is not None:
+                self._proofs = {each: self._proof.of(each) for each in self._ids}
+        return self._ids.pop()
 
     def room(self, number: int) -> int:
         """A room in which the two meet: with a key, that of the number, and a proof of the pair. Never 0, which means none."""

@@ -56,7 +56,7 @@ class Call:
     may_stream: bool = False
     max_bytes: int = 1 << 20
     address: str = ""
-    """Where it goes to; without one, to the address of the instance."""
+    """Where it goes to; without one, to the address of the instance, once it has started."""
     content_type: str = "application/octet-stream"
     is_stream: bool = False
     is_over: bool = False
@@ -73,9 +73,6 @@ class Call:
     _connection: CallConnection | None = None
     _pieces: list[bytes] | None = None
     _collected_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        self.address = self.address or self.instance.registration.http_address
 
     @property
     def name(self) -> str:

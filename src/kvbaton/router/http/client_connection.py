@@ -277,11 +277,13 @@ class ClientConnection(asyncio.Protocol):
 
     def send_raw(self, status: int, content_type: str, body: bytes, lines: bytes) -> None:
         """Answer the current request; `lines` are more headers, complete with line ends."""
-        if self._transport is None or self._request is None:
+        transport, request = self._transport, self._request
+        if transport is None or request is None:
             return
         head = b"%bContent-Length: %d\r\n" % (_type_line(content_type), len(body))
         pieces = (status_line(status), head, lines, self._persistence(), b"\r\n", body)
-        self._write(b"".join(pieces if self._request.method != "HEAD" else pieces[:-1]))
+        if not transport.is_closing():  # see `_write`
+            transport.write(b"".join(pieces if request.method != "HEAD" else pieces[:-1]))
         self._finish(status)
 
     def begin_stream(self, content_type: str, lines: bytes, first: bytes) -> None:

@@ -199,6 +199,7 @@ class Upstream:
         """Send a call; its caller is notified later, never from within this."""
         self._calls.add(call)
         call.over = self._calls.discard
+        call.address = call.address or call.instance.registration.http_address
         kept = self._kept.get(call.address)
         while kept:
             # The newest first: those that a smaller load does not need grow old, and are closed.
