@@ -136,12 +136,17 @@ def automatic_id() -> TransferId:
 
 
 def read_params(
-    params: KVTransferParams | None, request_id: str | None, make_id: Callable[[], TransferId] = automatic_id
+    params: KVTransferParams | None,
+    request_id: str | None,
+    make_id: Callable[[], TransferId] = automatic_id,
+    *,
+    has_dp_ranks: bool = False,
 ) -> HandoffParams | None:
     """What the caller wants to hand off; None for a plain request. Raises BadRequest that names the field.
 
     The source's address comes from the request id when that carries one, else from the `remote_*` keys. A prefill without a
-    transfer id is given one by `make_id`.
+    transfer id is given one by `make_id`. Without `has_dp_ranks` sources have one data-parallel rank, whatever a router claims:
+    vllm-router makes ranks up from its own options.
     """
     if params is None or not (params.do_remote_decode or params.do_remote_prefill):
         return None
@@ -151,7 +156,7 @@ def read_params(
         return SourceParams(_transfer_id(params, make_id))
     incarnation = Incarnation(params.remote_engine_id) if params.remote_engine_id else None
     transfer_id = _transfer_id(params, None)
-    source, target = _addresses(params, request_id)
+    source, target = _addresses(params, request_id, (params.remote_dp_rank or 0) if has_dp_ranks else 0)
     return TargetParams(transfer_id, source, incarnation, target, params.address_proof or "")
 
 
@@ -164,8 +169,8 @@ def size_doubt(params: KVTransferParams | None) -> str | None:
     if claimed is None or claimed == 1:
         return None
     return (
-        f"{_FIELD}.remote_dp_size: the router claims {claimed} data-parallel ranks for the other side, and every instance of"
-        " kvbaton has 1; start vllm-router with --intra-node-data-parallel-size 1"
+        f"{_FIELD}.remote_dp_size: the router claims {claimed} data-parallel ranks for the other side, and embedded instances"
+        " have 1; start vllm-router with --intra-node-data-parallel-size 1"
     )
 
 
@@ -205,7 +210,7 @@ def _transfer_id(params: KVTransferParams, make_id: Callable[[], TransferId] | N
     return TransferId(params.transfer_id)
 
 
-def _addresses(params: KVTransferParams, request_id: str | None) -> tuple[ControlAddress, ControlAddress | None]:
+def _addresses(params: KVTransferParams, request_id: str | None, dp_rank: int) -> tuple[ControlAddress, ControlAddress | None]:
     """The source, and the target where the request id names it."""
     stated = _body_address(params)
     embedded = target = None
@@ -220,7 +225,7 @@ def _addresses(params: KVTransferParams, request_id: str | None) -> tuple[Contro
             raise _bad("remote_host", f"do_remote_prefill is true, but no source is named: {why}, and remote_host is missing")
         return stated, None
     # Routers that know one address for all data-parallel ranks put that of the first one into the id.
-    of_rank = _at_dp_rank(embedded, params.remote_dp_rank or 0)
+    of_rank = _at_dp_rank(embedded, dp_rank)
     if stated is None:
         return of_rank, target
     for known in (embedded, of_rank):

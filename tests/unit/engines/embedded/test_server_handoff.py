@@ -114,6 +114,14 @@ def test_a_wrong_size_of_a_router_is_logged_and_does_no_harm(
     assert ("--intra-node-data-parallel-size 1" in caplog.text) is is_odd
 
 
+def test_a_rank_that_a_router_makes_up_leaves_the_address_of_its_source_alone() -> None:
+    """vllm-router numbers ranks by its own options; an embedded instance has one, at the address in the request id."""
+    params = KVTransferParams(do_remote_prefill=True, transfer_id="t", remote_dp_rank=1)
+    plain = KVTransferParams(do_remote_prefill=True, transfer_id="t")
+    assert read_params(params, REQUEST_ID) == read_params(plain, REQUEST_ID)
+    assert read_params(params, REQUEST_ID, has_dp_ranks=True) != read_params(plain, REQUEST_ID, has_dp_ranks=True)
+
+
 @pytest.mark.parametrize("request_id", [None, "plain-id", FOREIGN_ID])
 def test_target_falls_back_to_the_body(request_id: str | None) -> None:
     params = KVTransferParams(do_remote_prefill=True, transfer_id="t", remote_host="::1", remote_port=7)
