@@ -265,13 +265,11 @@ class InstanceReplica(_Replica):
     async def __init__(self, role: str, settings: RaySettings, cluster_key: str, router: Any) -> None:  # type: ignore[misc]
         super().__init__(settings.drain_timeout_s)
         self._router = router
-        self._addresses = await router.addresses.remote()
+        self._addresses = await asyncio.wait_for(router.addresses.remote(), _HEALTH["health_check_timeout_s"])
         plugin = find_engine(settings.engine)
         side = settings.prefill if role == "prefill" else settings.decode
         options = settings.engine_options(side, self._host, cluster_key)
-        if settings.engine == DEFAULT_ENGINE:
-            drain = ("--drain-timeout-s", str(settings.drain_timeout_s))
-            options = replace(options, arguments=(*drain, *options.arguments))
+        options = replace(options, arguments=(*plugin.drain_arguments(settings.drain_timeout_s), *options.arguments))
         prepared = await asyncio.to_thread(plugin.prepare, options, log.info)
         part = prepared.part(role, role, PortPicker(), self._addresses[1:])
         self._http_address = part.base_url.removeprefix("http://")
@@ -312,7 +310,8 @@ class IngressReplica:
         """Answer one request of a client."""
         from starlette.responses import StreamingResponse
 
-        url, _ = await self._router.addresses.remote()
+        # Only the answer has no deadline here: the router ends one that stands still, and streams may take long.
+        url, _ = await asyncio.wait_for(self._router.addresses.remote(), _CALL_S)
         target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         # Host goes along: the router refuses names that a web site may have pointed at it.
         headers = [(name, value) for name, value in request.headers.items() if name.lower() not in _OWN_HEADERS]

@@ -218,6 +218,11 @@ class EnginePlugin(ABC):
         del base_url
         return None
 
+    def drain_arguments(self, timeout_s: float) -> tuple[str, ...]:
+        """The arguments by which an instance that is stopped goes on with its requests for so long; none where it decides."""
+        del timeout_s
+        return ()
+
     def check_support(self, options: EngineOptions) -> None:
         """Raise ConfigError, with the option, for what `support` does not have."""
         support, handoff, controls = self.support, options.handoff, options.controls

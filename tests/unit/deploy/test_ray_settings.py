@@ -94,3 +94,8 @@ def test_without_ray_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         application(RaySettings())
     with pytest.raises(ConfigError, match=r"ray\[llm\]"):
         register_connector()
+
+
+def test_each_engine_states_how_its_instances_are_given_time_to_drain() -> None:
+    assert find_engine("embedded").drain_arguments(7.5) == ("--drain-timeout-s", "7.5")
+    assert find_engine("vllm").drain_arguments(7.5) == ()

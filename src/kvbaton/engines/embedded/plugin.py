@@ -44,6 +44,10 @@ class EmbeddedPlugin(EnginePlugin):
     )
     reports_handover = True
 
+    def drain_arguments(self, timeout_s: float) -> tuple[str, ...]:
+        """Its own option."""
+        return ("--drain-timeout-s", str(timeout_s))
+
     def check(self, prefill: EngineOptions, decode: EngineOptions, progress: Progress) -> ModelFacts:
         """Models that cannot be cut as asked, sides that do not fit, controls that would leave out nothing."""
         check_drop(prefill.controls.drop)

@@ -131,8 +131,7 @@ def read_handoff(
         return None
     try:
         given = msgspec.convert(dict(params), KVTransferParams)
-        make_id = lambda: automatic.of(request.request_id)  # noqa: E731
-        asked = read_params(given, request.request_id, make_id, has_dp_ranks=True)
+        asked = read_params(given, request.request_id, lambda: automatic.of(request.request_id), has_dp_ranks=True)
     except (BadRequest, msgspec.ValidationError) as error:
         return RequestedHandoff(None, problem=f"kv_transfer_params: {error}")
     prompt, sample = indices(request.request_id)
