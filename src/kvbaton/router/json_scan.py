@@ -8,8 +8,8 @@ lets the event loop run between two of them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-
-import numpy as np
+from itertools import accumulate, count
+from operator import sub
 
 from kvbaton.errors import BadRequest
 
@@ -18,7 +18,8 @@ __all__ = ["is_simple", "scan"]
 _FEW_KEYS_BYTES = 64 * 1024
 _SLICE_BYTES = 128 * 1024
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-_STEPS = np.array([(byte in b"[{") - (byte in b"]}") for byte in range(256)], np.int8)
+_STEPS = bytes.maketrans(b"[{]}", bytes([2, 2, 0, 0]))
+"""One more than the change in depth: a byte has no sign."""
 
 
 def is_simple(body: bytes, max_depth: int, max_keys: int) -> bool:
@@ -74,5 +75,5 @@ def _levels(brackets: bytes) -> tuple[int, int]:
     """
     if not brackets:
         return 0, 0
-    steps = _STEPS[np.frombuffer(brackets, np.uint8)].cumsum(dtype=np.int64)
-    return int(steps[-1]), int(steps.max())
+    steps = brackets.translate(_STEPS)
+    return sum(steps) - len(steps), max(map(sub, accumulate(steps), count(1)))
