@@ -200,27 +200,17 @@ class Attempt(Caller):
     def _call_prefill(self, payload: bytes) -> None:
         instance = self._pair_request.pair.prefill
         assert instance is not None  # noqa: S101
-        self._prefill = Call(
-            self,
-            instance,
-            payload,
-            deadline=self._upstream.clock() + self._settings.prefill_timeout_s,
-            may_stream=self._pair_request.pair.prefill_bootstraps,
-            max_bytes=self._settings.max_answer_bytes,
-        )
+        settings, deadline = self._settings, self._upstream.clock() + self._settings.prefill_timeout_s
+        may_stream = self._pair_request.pair.prefill_bootstraps
+        self._prefill = Call(self, instance, payload, deadline, None, may_stream, settings.max_answer_bytes)
         self._upstream.start(self._prefill)
 
     def _call_decode(self, payload: bytes) -> None:
-        instance = self._pair_request.pair.decode
-        idle_s = self._settings.decode_timeout_s
+        instance, settings = self._pair_request.pair.decode, self._settings
+        idle_s = settings.decode_timeout_s
+        may_stream = True
         self._decode = Call(
-            self,
-            instance,
-            payload,
-            deadline=self._upstream.clock() + idle_s,
-            idle_s=idle_s,
-            may_stream=True,
-            max_bytes=self._settings.max_answer_bytes,
+            self, instance, payload, self._upstream.clock() + idle_s, idle_s, may_stream, settings.max_answer_bytes
         )
         if self._is_paused:
             self._decode.pause()

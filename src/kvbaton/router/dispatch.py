@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvbaton.discovery.messages import Dispatch, InstanceType, TransferMode
 from kvbaton.discovery.registry import Registry
@@ -104,7 +104,7 @@ class Dispatcher:
         share = self._shares.get(key)
         if share is None:
             share = self._new_share(key)
-        Exchange(self, connection, request, share).begin()
+        Exchange(self, connection, request, share, self.clock()).begin()
 
     def admit(self, share: ClientShare, sequences: int) -> str | None:
         """Count the sequences of a request, until `finished`; or why they are too many."""
@@ -190,8 +190,7 @@ class Exchange:
     _connection: ClientConnection
     _request: HttpRequest
     share: ClientShare
-    _arrived: float = field(init=False)
-    _hides: bool = field(init=False)
+    _arrived: float
     _body: ClientBody | None = None
     _attempt: Attempt | None = None
     _pair_request: PairRequest | None = None
@@ -217,19 +216,15 @@ class Exchange:
     _span: RequestSpan | None = None
     _has_bad_trace: bool = False
 
-    def __post_init__(self) -> None:
-        dispatcher = self._dispatcher
-        self._arrived = dispatcher.clock()
-        self._hides = not dispatcher.shows_details
-        if dispatcher.tracing is not None or b"traceparent" in self._request.headers:
-            self._begin_trace()
-
     def begin(self) -> None:
         """Read the request and find it a pair."""
+        dispatcher, request = self._dispatcher, self._request
+        if dispatcher.tracing is not None or b"traceparent" in request.headers:
+            self._begin_trace()
         self._connection.host(self)
-        if self._dispatcher.deaths.has_any and self._is_suspected():
+        if dispatcher.deaths.has_any and self._is_suspected():
             return
-        body, settings = self._request.body, self._dispatcher.settings
+        body, settings = request.body, dispatcher.settings
         if is_simple(body, settings.max_json_depth, settings.max_json_keys):
             self._parse()
         else:
@@ -313,10 +308,11 @@ class Exchange:
 
     def decode_answered(self, answer: InstanceAnswer) -> None:
         """Pass a whole answer on."""
-        self._dispatcher.metrics.see_first_byte(self._dispatcher.clock() - self._arrived)
+        dispatcher = self._dispatcher
+        dispatcher.metrics.see_first_byte(dispatcher.clock() - self._arrived)
         self._report_reached()
-        if self._dispatcher.deaths.has_any:
-            self._dispatcher.deaths.clear(self._request.path, self._request.body)
+        if dispatcher.deaths.has_any:
+            dispatcher.deaths.clear(self._request.path, self._request.body)
         self._pass_on(answer)
 
     def decode_streamed(self, content_type: str, piece: bytes) -> None:
@@ -329,7 +325,7 @@ class Exchange:
             # All events of a stream have the same id: where that of the first is not made of the addresses, none is.
             start = piece[:_ID_BYTES]
             is_other_id = len(start) == _ID_BYTES and b'"id":"' in start and b"___" not in start
-            self._rewrites = self._hides or not is_other_id
+            self._rewrites = not (self._dispatcher.shows_details and is_other_id)
             piece = self._rewritten(piece) if self._rewrites else piece
         self._last = piece
         self._has_begun = True
@@ -489,7 +485,7 @@ class Exchange:
             if self._span is not None:
                 self._span.describe_attempt(job)
             self._id_prefix = job.pair.template.id_prefix
-            self._rewrites = self._hides or bool(self._id_prefix)
+            self._rewrites = bool(self._id_prefix) or not dispatcher.shows_details
             self._answer_lines = job.answer_lines(self._client_request_id(), dispatcher.shows_details)
             dispatcher.routed.add(job.transfer_id, seats.pair, self._arrived)
             self._attempt = Attempt(self, dispatcher.upstream, dispatcher.settings, job, seats)
@@ -586,7 +582,7 @@ class Exchange:
             piece, self._held = piece[:end], piece[end:]
         if self._id_prefix:
             piece = piece.replace(self._id_prefix, b"")
-        return hide_in_events(piece) if self._hides else piece
+        return piece if self._dispatcher.shows_details else hide_in_events(piece)
 
     def _pass_on(self, answer: InstanceAnswer) -> None:
         self._attempt = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -68,8 +67,6 @@ class Call:
     """Whether its connection was closed by the instance, or by its death, before the answer was complete."""
     was_kept: bool = False
     """Whether it went over a connection that was used before, which the instance may have closed in that moment."""
-    over: Callable[[Call], object] | None = None
-    """Called once, when the call is over, however it ended."""
     _connection: CallConnection | None = None
     _pieces: list[bytes] | None = None
     _collected_bytes: int = 0
@@ -85,7 +82,7 @@ class Call:
             connection, self._connection = self._connection, None
             if connection is not None:
                 connection.drop()
-            self._set_over()
+            self.is_over = True
 
     def pause(self) -> None:
         """Read no further until `resume`."""
@@ -139,15 +136,10 @@ class Call:
         if self.is_over:
             return
         self._connection = None
-        self._set_over()
+        self.is_over = True
         if self.is_stream:
             self.caller.call_ended(self)
         else:
             pieces = self._pieces or (b"",)
             content = pieces[0] if len(pieces) == 1 else b"".join(pieces)
             self.caller.call_answered(self, InstanceAnswer(status, self.content_type, content, retry_after))
-
-    def _set_over(self) -> None:
-        self.is_over = True
-        if self.over is not None:
-            self.over(self)

@@ -98,6 +98,8 @@ class ClientConnection(asyncio.Protocol):
     _closing: bool = False
     _in_head: bool = False
     _is_receiving: bool = False
+    _awaited: str = ""
+    """What of the request that is coming in has a deadline: `head`, `body`, or nothing yet."""
     _head_bytes: int = 0
     _quiet_bytes: int = 0
     _counted_bytes: int = 0
@@ -172,17 +174,26 @@ class ClientConnection(asyncio.Protocol):
             self._refuse_head()
         if self._refusal is not None:
             self._close_with(self._refusal)
+        elif self._is_receiving and self._request is None:
+            self._set_deadline()
+
+    def _set_deadline(self) -> None:
+        """The rest of a request has to come in time: a head has one deadline, a body one from the end of its head on."""
+        wanted = "head" if self._in_head else "body"
+        if self._awaited != wanted:
+            self._awaited = wanted
+            settings = self._server.settings
+            self.deadline = self._server.clock() + (settings.head_timeout_s if self._in_head else settings.client_timeout_s)
 
     def on_message_begin(self) -> None:
         """A request starts."""
         self._in_head = self._is_receiving = True
         self._head_bytes = self._quiet_bytes = 0
         self._counted_bytes = self._chunks = 0
+        self._awaited = ""
         self._url = b""
         self._headers = {}
         self._body = b""
-        if self._request is None:
-            self.deadline = self._server.clock() + self._server.settings.head_timeout_s
 
     def on_url(self, url: bytes) -> None:
         """A piece of the request's target."""
@@ -226,9 +237,8 @@ class ClientConnection(asyncio.Protocol):
             self._refuse(400, "upgrading the connection is not possible here")
         if b"content-encoding" in headers and headers[b"content-encoding"].lower() != b"identity":
             self._refuse(415, "Content-Encoding is not supported; send the body as it is")
-        if self._request is None and self._refusal is None:
-            self.deadline = self._server.clock() + settings.client_timeout_s
-            waits = b"expect" in headers and headers[b"expect"].lower() == b"100-continue" and not self._is_http_1_0
+        if b"expect" in headers and self._request is None and self._refusal is None:
+            waits = headers[b"expect"].lower() == b"100-continue" and not self._is_http_1_0
             if waits:
                 self._write(b"HTTP/1.1 100 Continue\r\n\r\n")
 

@@ -40,9 +40,9 @@ class InstanceConnection(asyncio.Protocol):
     idle_since: float = 0.0
     is_paused: bool = False
     is_usable: bool = False
+    call: Call | None = None
     _parser: httptools.HttpResponseParser = field(init=False)
     _transport: asyncio.Transport | None = None
-    _call: Call | None = None
     _pieces: list[bytes] = field(default_factory=list)
     _headers: dict[bytes, bytes] = field(default_factory=dict)
     _status: int = 0
@@ -58,7 +58,8 @@ class InstanceConnection(asyncio.Protocol):
     def begin(self, call: Call, *, was_kept: bool) -> None:
         """Send a call's bytes."""
         assert self._transport is not None  # noqa: S101
-        self._call = call
+        self.call = call
+        self._headers = {}
         self._status, self._in_head, self._head_bytes, self._is_complete, self._till_close = 0, True, 0, False, False
         call.was_kept = was_kept
         call.start_on(self)
@@ -67,7 +68,7 @@ class InstanceConnection(asyncio.Protocol):
 
     def drop(self) -> None:
         """Close at once; the call that it served is not notified."""
-        self._call = None
+        self.call = None
         self.is_usable = False
         if self._transport is not None:
             self._transport.abort()
@@ -98,7 +99,7 @@ class InstanceConnection(asyncio.Protocol):
         self._transport = None
         self.is_usable = False
         self._upstream.forget(self)
-        call, self._call = self._call, None
+        call, self.call = self.call, None
         if call is None or call.is_over:
             return
         if error is None and self._till_close and not self._in_head:
@@ -112,7 +113,7 @@ class InstanceConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Read on, and pass on in one piece what came in one piece."""
-        call = self._call
+        call = self.call
         if call is None:
             self.drop()
             return
@@ -130,12 +131,8 @@ class InstanceConnection(asyncio.Protocol):
         if pieces and not call.is_over:
             self._pieces = []
             call.take_piece(pieces[0] if len(pieces) == 1 else b"".join(pieces))
-        if self._is_complete and self._call is call:
+        if self._is_complete and self.call is call:
             self._complete(call)
-
-    def on_message_begin(self) -> None:
-        """An answer starts."""
-        self._headers = {}
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header; trailers are dropped."""
@@ -146,9 +143,10 @@ class InstanceConnection(asyncio.Protocol):
         """The head is in."""
         status = self._status = self._parser.get_status_code()
         if 100 <= status < 200:
+            self._headers = {}
             return
         self._in_head = False
-        call, headers = self._call, self._headers
+        call, headers = self.call, self._headers
         if call is None:
             return
         kind = headers.get(b"content-type")
@@ -170,7 +168,7 @@ class InstanceConnection(asyncio.Protocol):
             self._can_be_kept = self._parser.should_keep_alive()
 
     def _complete(self, call: Call) -> None:
-        self._call = None
+        self.call = None
         status, retry_after = self._status, self._retry_after() if b"retry-after" in self._headers else None
         if self._can_be_kept and self.is_usable:
             self._upstream.keep(self)
@@ -191,14 +189,13 @@ class Upstream:
         self._connect_timeout_s = connect_timeout_s
         self._kept: defaultdict[str, deque[InstanceConnection]] = defaultdict(deque)
         self._open: set[InstanceConnection] = set()
-        self._calls: set[Call] = set()
+        self._unsent: set[Call] = set()
+        """Calls that wait for their connection; each other one is that of an open connection."""
         self._dialling: set[asyncio.Task[None]] = set()
         self._probes: dict[str, list[Callable[[bool], None]]] = {}
 
     def start(self, call: Call) -> None:
         """Send a call; its caller is notified later, never from within this."""
-        self._calls.add(call)
-        call.over = self._calls.discard
         call.address = call.address or call.instance.registration.http_address
         kept = self._kept.get(call.address)
         while kept:
@@ -207,6 +204,7 @@ class Upstream:
             if connection.is_usable:
                 connection.begin(call, was_kept=True)
                 return
+        self._unsent.add(call)
         self._spawn(self._dial(call))
 
     def probe(self, address: str, done: Callable[[bool], None]) -> None:
@@ -232,7 +230,7 @@ class Upstream:
 
     def sweep(self, now: float) -> None:
         """End calls that are too late, and close connections before the instances would do it in mid-call."""
-        for call in tuple(self._calls):
+        for call in self._under_way():
             call.check(now)
         for address, kept in list(self._kept.items()):
             while kept and (now - kept[0].idle_since >= _KEPT_S or not kept[0].is_usable):
@@ -244,12 +242,16 @@ class Upstream:
         """Give every call up and close every connection."""
         for task in tuple(self._dialling):
             task.cancel()
-        for call in tuple(self._calls):
+        for call in self._under_way():
             call.close()
         for connection in tuple(self._open):
             connection.drop()
         self._kept.clear()
         await asyncio.sleep(0)
+
+    def _under_way(self) -> list[Call]:
+        sent = [connection.call for connection in self._open if connection.call is not None]
+        return [*self._unsent, *sent]
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -290,6 +292,8 @@ class Upstream:
                 self.keep(connection)
             else:
                 connection.begin(call, was_kept=False)
+        finally:
+            self._unsent.discard(call)
 
 
 class _FetchCaller(Caller):
