@@ -16,7 +16,7 @@ from kvbaton.errors import BadRequest
 __all__ = ["is_simple", "scan"]
 
 _FEW_KEYS_BYTES = 64 * 1024
-_SLICE_BYTES = 128 * 1024
+_SLICE_BYTES = 64 * 1024
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _STEPS = bytes.maketrans(b"[{]}", bytes([2, 2, 0, 0]))
 """One more than the change in depth: a byte has no sign."""
@@ -55,6 +55,8 @@ def scan(body: bytes, max_depth: int, max_keys: int) -> Iterator[None]:
         if depth + highest > max_depth:
             raise BadRequest("body", f"the body is nested more than {max_depth} levels deep (max_json_depth)")
         depth += change
+        if depth < 0:
+            return  # a parser stops at the bracket that closes nothing
         yield
 
 

@@ -134,6 +134,21 @@ def test_bodies_ahead_of_their_answers_are_bounded_together() -> None:
 
 
 @run
+async def test_a_request_does_not_overtake_one_that_was_sent_ahead() -> None:
+    """The third arrives after the first was answered, and before the loop has come to the second."""
+    server = QuietServer()
+    connection, _ = connected(server)
+    connection.data_received(post(b"first"))
+    connection.data_received(post(b"second"))
+    connection.send_raw(200, "text/plain", b"", b"")
+    connection.data_received(post(b"third"))
+    await asyncio.sleep(0)
+    connection.send_raw(200, "text/plain", b"", b"")
+    await asyncio.sleep(0)
+    assert [request.body for request in server.requests] == [b"first", b"second", b"third"]
+
+
+@run
 async def test_bodies_of_all_clients_are_bounded_together_and_small_ones_go_on() -> None:
     body = b'{"prompt":"%b"}' % (b"x" * 200_000)
     p, d = prefill(mode=WRITE), decode(wait_for_ever, mode=WRITE)
@@ -238,6 +253,12 @@ def _keys(value: Any) -> int:
 def _containers(value: Any) -> int:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
     return 0 if inner is None else 1 + sum(map(_containers, inner))
+
+
+def test_a_scan_ends_at_the_bracket_that_closes_nothing() -> None:
+    """A parser stops there, so that megabytes of such brackets behind it are not looked at."""
+    assert len(list(json_scan.scan(b"{" * 65 + b"]" * 4 * MIB, 128, 1000))) == 0
+    assert len(list(json_scan.scan(b"{" * 65 + b" " * 4 * MIB, 128, 1000))) == 65
 
 
 @given(_JSON, st.integers(1, 12), st.integers(1, 12), st.integers(1, 40), st.booleans())

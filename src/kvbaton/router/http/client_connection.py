@@ -267,7 +267,7 @@ class ClientConnection(asyncio.Protocol):
         body = bytes(self._body)
         request = HttpRequest(method, self._path, self._headers, body, self._is_http_1_0, parser.should_keep_alive())
         self._headers, self._body = {}, b""
-        if self._request is None:
+        if self._request is None and not self._ahead:
             self._serve(request)
         elif len(self._ahead) < _MAX_AHEAD:
             self._ahead.append(request)

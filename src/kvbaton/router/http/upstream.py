@@ -285,6 +285,9 @@ class Upstream:
             call.lose(PeerLost(f"{call.name} cannot be reached (no connection within {self._connect_timeout_s:g} s)"))
         except OSError as error:
             call.lose(PeerLost(f"{call.name} cannot be reached ({error.strerror or error})"))
+        except Exception as error:
+            call.lose(PeerLost(f"{call.name} cannot be called ({error})"))
+            raise
         else:
             self._open.add(connection)
             # The client may have left while we dialled; the connection is still good for another call.
