@@ -28,6 +28,7 @@ _MAX_SHOWN = 100
 _PEEKED_BYTES = 64
 _OPEN = ord("[")
 _COUNTED = frozenset(("n", "best_of", "sampling_params", "text", "input_ids"))
+_ADDED = (b"remote_dp_size", b"address_proof")
 _ONE = msgspec.Raw(b"1")
 _FALSE = msgspec.Raw(b"false")
 
@@ -180,6 +181,10 @@ def transfer_params(answer: bytes, source_dp_size: int, address_proof: str = "")
         raise ProtocolError(f"the prefill answer is no JSON object: {error}") from error
     if found is msgspec.UNSET:
         raise ProtocolError("the prefill answer has no kv_transfer_params; is that instance running with a KV connector?")
+    raw = bytes(found)
+    if raw[:1] == b"{" and raw[1:-1].strip() and not any(name in raw for name in _ADDED):
+        proof = b',"address_proof":"%b"' % address_proof.encode() if address_proof else b""
+        return b'%b,"remote_dp_size":%d%b}' % (raw[:-1], source_dp_size, proof)
     try:
         params: dict[str, Any] = dict(_FIELDS.decode(found))
     except (ValueError, RecursionError) as error:

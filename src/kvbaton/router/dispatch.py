@@ -434,7 +434,7 @@ class Exchange:
     def _seat_request(self) -> SeatRequest:
         assert self._body is not None  # noqa: S101
         limit = self._dispatcher.settings.local_prefill_chars
-        is_local = self._body.searches_beams()
+        is_local = "use_beam_search" in self._body.fields and self._body.searches_beams()
         if limit and not is_local:
             chars = self._body.prompt_chars()
             is_local = chars is not None and chars < limit

@@ -20,7 +20,7 @@ from kvbaton.router.settings import RouterSettings
 __all__ = ["PairTemplate", "Params", "client_lines", "instance_lines"]
 
 _DECODES_ELSEWHERE = {"do_remote_decode": True, "do_remote_prefill": False}
-_IDS_AT_ONCE = 16
+_IDS_AT_ONCE = 64
 _PREFILLS_ELSEWHERE = {"do_remote_decode": False, "do_remote_prefill": True}
 
 
