@@ -86,7 +86,8 @@ def test_what_the_target_has_cached_is_not_sent_again(pair: Pair) -> None:
 
 FIELDS: dict[str, dict[str, Any]] = {
     "priority": {"priority": 3},
-    "several samples": {"n": 3, "temperature": 0.8, "seed": 7},
+    # Without a seed: on CPUs vLLM 0.32 ends with "CPU Generator does not use offset" when a prompt of several steps has one.
+    "several samples": {"n": 3, "temperature": 0.8, "top_k": 1},
     "a choice": {"structured_outputs": {"choice": ["yes indeed", "no"]}, "max_tokens": 12},
     "a pattern": {"structured_outputs": {"regex": "[0-9]{4}-[a-f]{3}"}, "max_tokens": 12},
 }
