@@ -313,7 +313,7 @@ def test_400_silent_connections_delay_no_new_peer() -> None:
     target.connect(SOURCE, source.endpoint())
     started = time.monotonic()
     assert read(target).error == ""
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 20.0, "it took 38 s where each silent connection was waited for"
     assert len(source._server._unknown) <= server._MAX_UNKNOWN
     for sock in silent:
         sock.close()
