@@ -89,7 +89,7 @@ class GuardedPort:
     def open(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=10)
 
-    def assert_serves(self, within_s: float = 10.0) -> None:
+    def assert_serves(self, within_s: float = 30.0) -> None:
         """A key holder that comes now is served."""
         assert self.process.poll() is None, self.lines
         if self.kind not in ("control", "agent"):
