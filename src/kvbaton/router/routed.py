@@ -22,7 +22,7 @@ _RING = 2048
 _NO_PREFILL = 0xFFFF
 _PREFIX = "tx-"
 _MOST_CODES = 4096
-# Written many at once where no other process can ask for them: between two requests the ring leaves the processor's caches.
+# Written many at once where no other process can ask for them, which costs a request less than one by one.
 _AT_ONCE = 64
 
 

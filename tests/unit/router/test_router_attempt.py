@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from kvbaton.discovery.messages import InstanceType, Registration, TransferMode
-from kvbaton.discovery.registry import Registry
+from kvbaton.discovery.registry import Instance, Registry
 from kvbaton.errors import PeerLost
 from kvbaton.router.attempt import Attempt, Failure
 from kvbaton.router.board import Board, Loads
@@ -16,7 +16,7 @@ from kvbaton.router.bodies import parse_body
 from kvbaton.router.choosing import Chooser, SeatRequest, Seats
 from kvbaton.router.http.call import Call
 from kvbaton.router.http.messages import InstanceAnswer
-from kvbaton.router.http.upstream import Upstream
+from kvbaton.router.http.upstream import Upstream, fetch
 from kvbaton.router.pair_request import Digits, new_pair_request
 from kvbaton.router.policy import RouteRequest
 from kvbaton.router.settings import RouterSettings
@@ -170,3 +170,16 @@ def test_in_pull_decode_is_called_with_what_prefill_answered_and_what_is_not_fet
         assert rig.load == [0, 0]
 
     asyncio.run(test())
+
+
+def test_a_dial_that_fails_in_an_unforeseen_way_loses_its_call() -> None:
+    async def ask() -> None:
+        registration = Registration(
+            type=InstanceType.PREFILL, http_address="127.0.0.1:1", zmq_address="", transfer_mode=TransferMode.READ
+        )
+        upstream = Upstream(5.0)
+        with pytest.raises(PeerLost, match="cannot be called"):
+            await asyncio.wait_for(fetch(upstream, Instance(registration, 0, 0), "/", 5.0, 100, "127.0.0.1:no-port"), 10)
+        await upstream.close()
+
+    asyncio.run(ask())

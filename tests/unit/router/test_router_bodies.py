@@ -222,3 +222,15 @@ def test_only_single_prompts_have_a_length() -> None:
     assert parse_body(b'{"messages":[{"content":"x"}]}').prompt_chars() == 17
     assert parse_body(b'{"prompt":["a","b"]}').prompt_chars() is None
     assert parse_body(b"{}").prompt_chars() is None
+
+
+@pytest.mark.parametrize("params", ['{"a": "}"}', "{}", "{ }", '{"remote_dp_size": 9, "address_proof": "x"}', '{"b": [{}] }'])
+@pytest.mark.parametrize("proof", ["", "00ff"])
+def test_decode_gets_what_prefill_answered_and_each_added_field_once(params: str, proof: str) -> None:
+    def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
+        assert len({name for name, _ in found}) == len(found)
+        return dict(found)
+
+    given = transfer_params(b'{"kv_transfer_params": %b}' % params.encode(), 2, proof)
+    added = {"remote_dp_size": 2} | ({"address_proof": proof} if proof else {})
+    assert json.loads(given, object_pairs_hook=pairs) == json.loads(params) | added

@@ -281,6 +281,12 @@ class Upstream:
                 _, connection = await loop.create_connection(
                     lambda: InstanceConnection(self, call.address), host.strip("[]"), int(port)
                 )
+            self._open.add(connection)
+            # The client may have left while we dialled; the connection is still good for another call.
+            if call.is_over:
+                self.keep(connection)
+            else:
+                connection.begin(call, was_kept=False)
         except TimeoutError:
             call.lose(PeerLost(f"{call.name} cannot be reached (no connection within {self._connect_timeout_s:g} s)"))
         except OSError as error:
@@ -288,13 +294,6 @@ class Upstream:
         except Exception as error:
             call.lose(PeerLost(f"{call.name} cannot be called ({error})"))
             raise
-        else:
-            self._open.add(connection)
-            # The client may have left while we dialled; the connection is still good for another call.
-            if call.is_over:
-                self.keep(connection)
-            else:
-                connection.begin(call, was_kept=False)
         finally:
             self._unsent.discard(call)
 
