@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import numpy as np
 from sglang.srt.disaggregation.base.conn import (
     BaseKVBootstrapServer,
     BaseKVManager,
@@ -98,8 +99,9 @@ class KVBatonManager(BaseKVManager):
             total_heads=model_config.get_total_num_kv_heads(),
             tp_size=parallel.attn_tp_size,
             tp_rank=parallel.attn_tp_rank,
+            window=int(getattr(queue.scheduler, "sliding_window_size", None) or 0),
         )
-        pool = read_pool(queue.pool, facts, args.state_types, getattr(args, "num_draft_entries", 0))
+        pool = read_pool(queue.pool, facts, args, getattr(args, "num_draft_entries", 0))
         _check_release_limit(settings)
         shape = Shape(tp=parallel.attn_tp_size, pp=parallel.pp_size)
         rank = shape.number(RankAt(0, parallel.pp_rank, parallel.attn_tp_rank, 0))
@@ -221,8 +223,8 @@ class KVBatonSender(_SenderOrReceiver, BaseKVSender):
     @_contained
     def send(self, kv_indices: Any, state_indices: list[Any] | None = None, num_kv_tokens: int | None = None) -> None:
         """A chunk is computed."""
-        del state_indices, num_kv_tokens
-        self.half.send([int(page) for page in kv_indices])
+        del num_kv_tokens
+        self.half.send([int(page) for page in kv_indices], _plain_numbers(state_indices))
 
     def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
         """The last chunk also without pages: the metadata goes with it."""
@@ -279,8 +281,9 @@ class KVBatonReceiver(_SenderOrReceiver, BaseKVReceiver):
         **others: Any,
     ) -> None:
         """There are pages: grant them."""
-        del state_indices, others
-        self.half.allocated([int(page) for page in kv_indices], aux_index, decode_prefix_len or 0)
+        del others
+        pages, state = [int(page) for page in kv_indices], _plain_numbers(state_indices)
+        self.half.allocated(pages, aux_index, decode_prefix_len or 0, state)
 
 
 class KVBatonBootstrapServer(BaseKVBootstrapServer):
@@ -296,6 +299,11 @@ def _prompt(room: object) -> tuple[Sequence[int], str]:
         return current_request(room).origin_input_ids, ""
     except ConfigError as error:
         return (), str(error)
+
+
+def _plain_numbers(state_indices: Sequence[Any] | None) -> list[list[int]]:
+    """SGLang's indices of each state component, which are arrays, or lists of them; None where a component has none."""
+    return [[] if each is None else [int(index) for index in np.ravel(each)] for each in state_indices or ()]
 
 
 def _broadcast(parallel: Any, value: Any) -> Any:

@@ -46,9 +46,10 @@ from kvbaton.agent.engine_port import (
 )
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.bounded import BoundedMap
-from kvbaton.core.handoff import Aux, HandoffKey, Mode, Outcome, Span, TransferId, room_transfer_id
+from kvbaton.core.handoff import Aux, BlockLists, HandoffKey, Mode, Outcome, Span, TransferId, room_transfer_id
 from kvbaton.core.timeline import Observer, Side, Stage, no_observer, note
 from kvbaton.engines.handoff_params import SourceCheck
+from kvbaton.engines.sglang.tables import PLAIN, BlockTables, StateIndices
 from kvbaton.errors import BadRequest, KVBatonError, ProtocolError
 
 __all__ = ["Halves", "Poll", "SourceHalf", "TargetHalf", "prompt_digest"]
@@ -82,18 +83,12 @@ class HalfSettings:
     page_tokens: int
     layers: tuple[int, int]
     """The first layer of this rank, and the one after its last."""
-    pages: int = 1 << 31
-    """How many pages the cache has."""
+    tables: BlockTables = PLAIN
+    """Which blocks the groups of the layout get of SGLang's pages and state indices."""
     announces: bool = True
     """Whether a source announces each chunk when it is computed, and not the whole cache at its end."""
     follows: bool = False
     """Whether the events come from the leader: they may be ahead of what SGLang has asked of this rank."""
-
-    def check_pages(self, pages: Sequence[int]) -> None:
-        """Raise ProtocolError for a page that the cache does not have: neither plans nor messages can hold such a number."""
-        wrong = next((page for page in pages if not 0 <= page < self.pages), None)
-        if wrong is not None:
-            raise ProtocolError(f"page {wrong} is outside the cache, which has {self.pages} pages")
 
 
 class Halves:
@@ -105,7 +100,7 @@ class Halves:
         settings: HalfSettings,
         read_row: Callable[[int], Aux],
         write_row: Callable[[int, Aux, int], None],
-        poison: Callable[[Sequence[int]], None] | None = None,
+        poison: Callable[[BlockLists], None] | None = None,
         observe: Observer = no_observer,
         sources: SourceCheck | None = None,
     ) -> None:
@@ -270,8 +265,11 @@ class SourceHalf(_Half):
         self._advance(Poll.WAITING)
         self.halves.note(self.key, self.side, Stage.STARTED)
 
-    def send(self, pages: Sequence[int]) -> None:
-        """A chunk is computed into these pages; the last one is that which completes the announced number."""
+    def send(self, pages: Sequence[int], state: StateIndices = ()) -> None:
+        """A chunk is computed into these pages; the last one is that which completes the announced number.
+
+        With the last one SGLang has the indices of `state` too.
+        """
         if self.state is Poll.TRANSFERRING and pages and not self.is_over:
             self.fail(f"SGLang sends {len(pages)} pages after the last of {self._expected_pages} that it had announced")
             return
@@ -282,24 +280,28 @@ class SourceHalf(_Half):
             expected = self._expected_pages
             self.fail(f"SGLang sends {len(pages)} pages after {len(self._pages)}, of {expected} that it had announced")
             return
-        settings = self.halves.settings
+        settings, tables = self.halves.settings, self.halves.settings.tables
+        self._pages += pages
+        is_last = len(self._pages) == self._expected_pages
         try:
-            settings.check_pages(pages)
+            tables.check_pages(pages)
+            if is_last:
+                tables.check_state(state, self._pages, self._tokens)
         except ProtocolError as error:
             self.fail(f"SGLang sends pages that are not there: {error}")
             return
-        self._pages += pages
-        end = min(len(self._pages) * settings.page_tokens, self._tokens)
+        blocks = tables.lists(self._pages, state if is_last else None, self._tokens)
+        end = min(len(self._pages) * settings.page_tokens, self._tokens if is_last else tables.announceable(self._tokens))
         if end > self._announced_tokens:
             span = Span(self._spans, self._announced_tokens, end, *settings.layers)
             self.halves.note(self.key, self.side, Stage.COMPUTED, span)
             if settings.announces:
                 self._spans += 1
-                self.halves.port.spans_ready(self.key, (tuple(self._pages),), (span,))
+                self.halves.port.spans_ready(self.key, blocks, (span,))
             self._announced_tokens = end
-        if len(self._pages) == self._expected_pages:
+        if is_last:
             aux = self.halves.read_row(self._row)
-            self.halves.port.offer(Offer(self.key, (tuple(self._pages),), self._tokens, aux))
+            self.halves.port.offer(Offer(self.key, blocks, self._tokens, aux))
             self.offered_at = time.monotonic()
             self._advance(Poll.SUCCESS if self._is_delivered else Poll.TRANSFERRING)
 
@@ -366,8 +368,8 @@ class TargetHalf(_Half):
         """SGLang has resolved the source; pages come next."""
         self._advance(Poll.WAITING)
 
-    def allocated(self, pages: Sequence[int], row: int | None, cached_tokens: int) -> None:
-        """There are pages for all tokens behind the first `cached_tokens`, which are here already."""
+    def allocated(self, pages: Sequence[int], row: int | None, cached_tokens: int, state: StateIndices = ()) -> None:
+        """There are pages for all tokens behind the first `cached_tokens`, which are here already, and room for `state`."""
         if self.state is Poll.FAILED or self.is_over or self._request is None:
             return
         if self._has_pages:
@@ -383,17 +385,19 @@ class TargetHalf(_Half):
                 f"cached; pages of {page_tokens} tokens make that {expected}"
             )
             return
+        tables = self.halves.settings.tables
         try:
-            self.halves.settings.check_pages(pages)
+            tables.check_pages(pages)
+            tables.check_state(state, pages, self._tokens, cached_tokens)
         except ProtocolError as error:
             self.fail(f"SGLang has pages that are not there: {error}")
             return
         self._row, self._has_pages = row, True
         self.halves.note(self.key, self.side, Stage.ALLOCATED)
         if self.halves.poison is not None:
-            self.halves.poison(pages)
+            self.halves.poison(tables.lists(pages, state, self._tokens))
         # The cached pages are never written, so any number stands for them.
-        blocks = ((0,) * cached_pages + tuple(pages),)
+        blocks = tables.lists((0,) * cached_pages + tuple(pages), state, self._tokens)
         self.halves.port.allocated(Allocation(self._request, blocks, self._tokens, cached_tokens))
         self._advance(Poll.TRANSFERRING)
 

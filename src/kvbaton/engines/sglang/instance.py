@@ -99,7 +99,7 @@ class RankInstance:
         half_settings = HalfSettings(
             pool.page_tokens,
             (pool.first_layer, pool.end_layer),
-            pool.pages,
+            pool.tables,
             announces=settings.mode is Mode.PUSH and place.shape.pp == 1,
             follows=not place.is_leader,
         )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -17,69 +16,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
+from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
-from sglang.srt.disaggregation.utils import DisaggregationMode, KVClassType, MetadataBuffers, TransferBackend, get_kv_class
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.disaggregation.utils import KVClassType
 from sglang.srt.plugins import load_plugins
+from sides import ONE, PAGE, PORTS, PROMPT, TOKENS, Side, mha, mla, tensors, wait
+from state_checks import STATE_CHECKS
 
-from kvbaton.engines.sglang import backend, hooks
+from kvbaton.engines.sglang import backend
 from kvbaton.errors import ConfigError
-from kvbaton.launch.ports import PortPicker
-
-PAGE, LAYERS, TOKENS, ROWS = 4, 3, 10, 8
-PROMPT = list(range(TOKENS))
-PORTS = PortPicker()
-ONE = SimpleNamespace(attn_tp_size=1, attn_tp_rank=0, pp_size=1, pp_rank=0, dp_size=1, attn_dp_size=1, attn_cp_size=1)
-
-
-def mha() -> Any:
-    return MHATokenToKVPool(64, PAGE, torch.float32, 2, 8, LAYERS, "cpu", False)
-
-
-def mla() -> Any:
-    return MLATokenToKVPool(64, PAGE, torch.float32, 16, 8, LAYERS, "cpu", False)
-
-
-class Side:
-    """One instance: a manager of the real class over a real pool."""
-
-    def __init__(self, role: str, pool: Any, port: int, **changes: Any) -> None:
-        self.pool, self.port = pool, port
-        self.metadata = MetadataBuffers(ROWS, 16, torch.float32, 16)
-        config = SimpleNamespace(
-            dtype=torch.float32,
-            hf_config=SimpleNamespace(to_dict=dict),
-            get_total_num_kv_heads=lambda: 2,
-            num_hidden_layers=LAYERS,
-        )
-        hooks._queue = hooks.Queue(pool, self.metadata, SimpleNamespace(model_config=config))
-        args = KVArgs()
-        args.page_size, args.state_types, args.num_draft_entries = PAGE, changes.pop("state_types", []), 0
-        args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = self.metadata.get_buf_infos()
-        server = {"host": "127.0.0.1", "port": 1, "disaggregation_bootstrap_port": port, "served_model_name": "m"}
-        server |= {"model_path": "m", "kv_cache_dtype": "auto", "quantization": None, "nnodes": 1, **changes}
-        manager = get_kv_class(TransferBackend(hooks.BACKEND), KVClassType.MANAGER)
-        self.manager = manager(args, DisaggregationMode(role), SimpleNamespace(**server))
-
-    def make(self, kind: KVClassType, room: int, prompt: list[int], port: int) -> Any:
-        hooks._keep_request(None, SimpleNamespace(bootstrap_room=room, origin_input_ids=prompt))
-        return get_kv_class(TransferBackend(hooks.BACKEND), kind)(self.manager, f"127.0.0.1:{port}", room)
-
-    def close(self) -> None:
-        self.manager.instance.close()
-
-
-def tensors(pool: Any) -> list[Any]:
-    return list(pool.kv_buffer) if isinstance(pool, MLATokenToKVPool) else [*pool.k_buffer, *pool.v_buffer]
-
-
-def wait(half: Any, *states: int) -> int:
-    until = time.monotonic() + 20
-    while (state := half.poll()) not in states:
-        assert time.monotonic() < until, f"still {state}: {half.half.reason}"
-        time.sleep(0.002)
-    return int(state)
 
 
 def hand_over(make_pool: Callable[[], Any], cached_pages: int = 0) -> None:
@@ -199,8 +144,8 @@ def what_cannot_be_handed_over_is_refused_when_the_server_starts() -> None:
         backend.get_parallel = lambda name=name: SimpleNamespace(**{**vars(ONE), name: 2})  # type: ignore[attr-defined]
         _refused(what, "decode")
     backend.get_parallel = lambda: ONE  # type: ignore[attr-defined]
-    for state in ("mamba", "swa", "dsa"):
-        _refused(state, state_types=[state])
+    for state in ("mamba", "swa", "dsa", "swa_ring"):
+        _refused(f"MHATokenToKVPool with {state}", state_types=[state])
     _refused("Unknown", pool=type("UnknownPool", (), {"start_layer": 0})())
     os.environ["SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT"] = "3"
     try:
@@ -217,6 +162,7 @@ CHECKS = (
     no_exception_leaves_a_sender_or_a_receiver,
     a_prompt_that_is_too_long_for_decode_ends_its_prefill,
     what_cannot_be_handed_over_is_refused_when_the_server_starts,
+    *STATE_CHECKS,
 )
 
 

@@ -87,7 +87,7 @@ class Rig:
         self.row_problem = ""
         settings = HalfSettings(PAGE, (0, 2), announces=mode is Mode.PUSH, follows=follows)
         self.halves = Halves(
-            self.agents, settings, lambda _: AUX, self._write, lambda pages: self.poisoned.extend(pages), self.notes.append
+            self.agents, settings, lambda _: AUX, self._write, lambda lists: self.poisoned.extend(lists[0]), self.notes.append
         )
 
     def source(self, room: object = ROOM, prompt: Sequence[int] = PROMPT) -> SourceHalf:
