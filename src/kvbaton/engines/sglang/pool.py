@@ -106,7 +106,7 @@ def read_pool(pool: Any, facts: PoolFacts, arguments: Any = None, draft_tensors:
     types = [str(getattr(each, "value", each)) for each in getattr(arguments, "state_types", None) or ()]
     name = type(pool).__name__
     if name in _ATTENTION and types == ([] if name != "DSATokenToKVPool" else ["dsa"]):
-        layers = range(facts.first_layer, facts.first_layer + len(_planes(pool)[0][1]))
+        layers: Sequence[int] = range(facts.first_layer, facts.first_layer + len(_planes(pool)[0][1]))
         parts = [_attention(pool, layers, facts)]
         if types:
             parts.append(_index(pool, layers, facts))
