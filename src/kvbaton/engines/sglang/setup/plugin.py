@@ -58,7 +58,14 @@ class SglangPlugin(EnginePlugin):
         if prefill.model != decode.model:
             raise ConfigError(f"--decode-model is {decode.model}; with SGLang both sides have {prefill.model}, leave it out")
         loaded = find_model(prefill.model, progress=progress)
-        return ModelFacts(loaded.name, min(loaded.config.context_tokens, MAX_MODEL_TOKENS), loaded.tokenizer.encode)
+        vocabulary = loaded.config.vocab_size
+        return ModelFacts(
+            loaded.name,
+            min(loaded.config.context_tokens, MAX_MODEL_TOKENS),
+            loaded.tokenizer.encode,
+            # SGLang refuses a prompt with a token that the model does not have; a small model has few.
+            range(min(1000, vocabulary // 4), min(40_000, vocabulary * 3 // 4)),
+        )
 
     def prepare(self, options: EngineOptions, progress: Progress) -> SglangServers:
         """Install SGLang, and what the backend needs, and convert the model, where that was not done before."""
