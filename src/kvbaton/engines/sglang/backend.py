@@ -25,7 +25,7 @@ from sglang.srt.disaggregation.base.conn import (
 )
 from sglang.srt.runtime_context import get_parallel
 
-from kvbaton.core.topology import RankAt, Shape
+from kvbaton.core.topology import RankAt, Shape, rank_port
 from kvbaton.engines.sglang.halves import Poll, SourceHalf, TargetHalf
 from kvbaton.engines.sglang.hooks import current_queue, current_request, report_refused
 from kvbaton.engines.sglang.instance import RankInstance, SglangPlace, model_identity
@@ -39,15 +39,10 @@ __all__ = ["KVBatonBootstrapServer", "KVBatonManager", "KVBatonReceiver", "KVBat
 
 log = logging.getLogger(__name__)
 
-_ONE_PREFILL = SimpleNamespace(dp_size=1, follow_bootstrap_room=True)
-"""What SGLang's scheduler reads of a prefill instance before it makes a request's pages; the agents check the rest."""
-
 _WITHOUT = {
     # Of prefill: ranks and halves can, but no pipeline of SGLang has been run with them. Of decode: a later stage may still use
     # the pages that the first one has freed and grants, because no stage waits for the others when it frees pages.
     "pp_size": "pipeline parallelism",
-    "dp_size": "data parallelism",
-    "attn_dp_size": "DP attention",
     "attn_cp_size": "context parallelism",
     "nnodes": "several nodes",
 }
@@ -91,7 +86,8 @@ class KVBatonManager(BaseKVManager):
         queue, parallel = current_queue(), get_parallel()
         role = str(disaggregation_mode.value)
         _check_shape(server_args, parallel)
-        settings = parse_settings(os.environ.get(CONFIG_VARIABLE, ""))
+        self.dp_size, self.dp_rank = _data_parallel(role, args, parallel)
+        settings = parse_settings(os.environ.get(CONFIG_VARIABLE, "")).of_dp_rank(self.dp_size, self.dp_rank)
         model_config = queue.scheduler.model_config
         facts = PoolFacts(
             page_tokens=args.page_size,
@@ -109,7 +105,7 @@ class KVBatonManager(BaseKVManager):
             role=role,
             host=server_args.host,
             http_port=server_args.port,
-            control_port=_control_port(role, server_args, settings, rank),
+            control_port=self._control_port(role, server_args, settings, rank),
             shape=shape,
             rank=rank,
             broadcast=functools.partial(_broadcast, parallel),
@@ -121,6 +117,15 @@ class KVBatonManager(BaseKVManager):
         self.halves = self.instance.halves
         report_refused(self.refuse)
         log.info("kvbaton: %s instance, control port %d, %s", role, place.control_port, settings.mode)
+
+    def _control_port(self, role: str, server_args: Any, settings: SglangSettings, rank: int) -> int:
+        """Where the agents listen: on prefill the port that balancers send along, on further data-parallel ranks those behind
+        it; on decode any, no peer dials it.
+        """
+        if role == "prefill":
+            base = int(server_args.disaggregation_bootstrap_port)
+            return rank_port(base, Shape(dp=self.dp_size), RankAt(dp=self.dp_rank))
+        return settings.control_port or (PortPicker().pick() if rank == 0 else 1)
 
     def refuse(self, request: Any) -> None:
         """SGLang has refused a request before it had a sender or receiver; the other side must not wait for it."""
@@ -139,7 +144,9 @@ class KVBatonManager(BaseKVManager):
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Always: the agents handshake with the source while the request waits for pages, and check more than SGLang does."""
-        self.prefill_info_table[bootstrap_addr] = _ONE_PREFILL
+        # What SGLang's scheduler reads of a prefill instance before it makes a request's pages; the agents check the rest.
+        size = self.instance.settings.prefill_dp_size
+        self.prefill_info_table[bootstrap_addr] = SimpleNamespace(dp_size=size, follow_bootstrap_room=True)
         return True
 
     def is_abort_release_safe(self, room: int, required_acks: int) -> bool:
@@ -208,12 +215,12 @@ class KVBatonSender(_SenderOrReceiver, BaseKVSender):
     def __init__(
         self, mgr: KVBatonManager, bootstrap_addr: str, bootstrap_room: int, req_has_disagg_prefill_dp_rank: bool = False
     ) -> None:
-        del bootstrap_addr, req_has_disagg_prefill_dp_rank
+        del bootstrap_addr
         self.kv_mgr = mgr
         prompt, problem = _prompt(bootstrap_room)
-        self.half = SourceHalf(mgr.halves, bootstrap_room if not problem else None, prompt)
-        if problem:
-            self.half.fail(problem)
+        if not (problem or req_has_disagg_prefill_dp_rank):
+            problem = _other_dp_rank(mgr, bootstrap_room)
+        self.half = SourceHalf(mgr.halves, bootstrap_room, prompt, problem)
 
     @_contained
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
@@ -249,9 +256,7 @@ class KVBatonReceiver(_SenderOrReceiver, BaseKVReceiver):
     def __init__(self, mgr: KVBatonManager, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
         self.kv_mgr = mgr
         prompt, problem = _prompt(bootstrap_room)
-        self.half = TargetHalf(mgr.halves, bootstrap_room if not problem else None, bootstrap_addr, prompt)
-        if problem:
-            self.half.fail(problem)
+        self.half = TargetHalf(mgr.halves, bootstrap_room, bootstrap_addr, prompt, problem)
 
     @property
     def abort_notified(self) -> bool:
@@ -265,11 +270,7 @@ class KVBatonReceiver(_SenderOrReceiver, BaseKVReceiver):
     @_contained
     def init(self, prefill_dp_rank: int) -> None:
         """The source is known."""
-        if prefill_dp_rank:
-            self.half.fail(
-                f"disagg_prefill_dp_rank is {prefill_dp_rank}; prefill instances have one DP rank so far, leave it out"
-            )
-        self.half.ready()
+        self.half.ready(prefill_dp_rank or 0)
 
     @_contained
     def send_metadata(
@@ -299,6 +300,37 @@ def _prompt(room: object) -> tuple[Sequence[int], str]:
         return current_request(room).origin_input_ids, ""
     except ConfigError as error:
         return (), str(error)
+
+
+def _data_parallel(role: str, arguments: Any, parallel: Any) -> tuple[int, int]:
+    """How many data-parallel ranks there are, of DP attention or of whole copies, and which one this is. Raises ConfigError."""
+    copies, attention = (getattr(parallel, name, None) or 1 for name in ("dp_size", "attn_dp_size"))
+    size, rank = (attention, parallel.attn_dp_rank if attention > 1 else 0)
+    if copies > 1 and attention > 1:
+        raise ConfigError(
+            f"dp_size is {copies} and attn_dp_size is {attention}; copies of an instance with DP attention cannot be handed"
+            " over so far; start one server for each"
+        )
+    if copies > 1:
+        size, rank = copies, int(getattr(arguments, "system_dp_rank", 0) or 0)
+    method = getattr(parallel, "load_balance_method", "follow_bootstrap_room")
+    if role == "prefill" and size > 1 and method != "follow_bootstrap_room":
+        raise ConfigError(
+            f"load_balance_method is {method!r} with {size} data-parallel ranks: decode would not know which of them has a"
+            " request; give --load-balance-method follow_bootstrap_room"
+        )
+    return size, rank
+
+
+def _other_dp_rank(manager: KVBatonManager, room: object) -> str:
+    """Why decode would ask another data-parallel rank for a room than this one; empty where it asks this one."""
+    size, rank = manager.dp_size, manager.dp_rank
+    if size == 1 or not isinstance(room, int) or room % size == rank:
+        return ""
+    return (
+        f"room {room} is at data-parallel rank {rank}, and decode expects it at {room % size} of {size}; "
+        "send disagg_prefill_dp_rank with the request to both instances"
+    )
 
 
 def _plain_numbers(state_indices: Sequence[Any] | None) -> list[list[int]]:
@@ -342,13 +374,6 @@ def _check_release_limit(settings: SglangSettings) -> None:
             f"SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT is {limit:g} s, and fencing a silent writer takes up to "
             f"{needed:g} s (four times stop_timeout); raise it, or lower stop_timeout in {CONFIG_VARIABLE}"
         )
-
-
-def _control_port(role: str, server_args: Any, settings: SglangSettings, rank: int) -> int:
-    """Where the agents listen: on prefill the port that balancers send along; on decode any, no peer dials it."""
-    if role == "prefill":
-        return int(server_args.disaggregation_bootstrap_port)
-    return settings.control_port or (PortPicker().pick() if rank == 0 else 1)
 
 
 def _log_with_sglang() -> None:

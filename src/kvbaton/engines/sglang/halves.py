@@ -89,6 +89,8 @@ class HalfSettings:
     """Whether a source announces each chunk when it is computed, and not the whole cache at its end."""
     follows: bool = False
     """Whether the events come from the leader: they may be ahead of what SGLang has asked of this rank."""
+    prefill_dp_size: int = 1
+    """How many data-parallel ranks prefill instances have; rank n listens n ports above the bootstrap port."""
 
 
 class Halves:
@@ -134,9 +136,9 @@ class Halves:
         if half is not None:
             half.take(event)
 
-    def source_at(self, address: str, room: int) -> ControlAddress:
+    def source_at(self, address: str, room: int, dp_rank: int = 0) -> ControlAddress:
         """The source that a request names. Raises BadRequest when it names none, or one that must not be dialled."""
-        source = _read_address(address)
+        source = _read_address(address, dp_rank)
         refusal = None if self._sources is None else self._sources.room_refusal(source, room)
         if refusal is not None:
             raise BadRequest("bootstrap_host", refusal)
@@ -147,7 +149,8 @@ class Halves:
         key = self._unused_key(room)
         if key is not None:
             with contextlib.suppress(BadRequest):
-                source = self.source_at(address, _checked_room(room))
+                checked = _checked_room(room)
+                source = self.source_at(address, checked, checked % self.settings.prefill_dp_size)
                 self.port.decline(SourceRequest(key, "", source, None, Mode.PUSH), reason)
 
     def refuse_target(self, room: object) -> None:
@@ -173,7 +176,8 @@ class _Half:
 
     side: Side
 
-    def __init__(self, halves: Halves, room: object) -> None:
+    def __init__(self, halves: Halves, room: object, problem: str = "") -> None:
+        """With a `problem` it has failed for that reason from the start, and the agents are asked for nothing."""
         self.halves = halves
         self.state = Poll.BOOTSTRAPPING
         self.reason = ""
@@ -184,6 +188,8 @@ class _Half:
         try:
             self.room = _checked_room(room)
             self.key = HandoffKey(room_transfer_id(self.room))
+            if problem:
+                raise BadRequest("bootstrap_room", problem)
             if self.key in halves.live:
                 raise BadRequest(
                     "bootstrap_room",
@@ -232,8 +238,8 @@ class SourceHalf(_Half):
 
     side = Side.SOURCE
 
-    def __init__(self, halves: Halves, room: object, prompt: Sequence[int]) -> None:
-        super().__init__(halves, room)
+    def __init__(self, halves: Halves, room: object, prompt: Sequence[int], problem: str = "") -> None:
+        super().__init__(halves, room, problem)
         self._tokens = len(prompt)
         self._pages: list[int] = []
         self._spans = 0
@@ -338,34 +344,51 @@ class TargetHalf(_Half):
 
     side = Side.TARGET
 
-    def __init__(self, halves: Halves, room: object, address: str, prompt: Sequence[int]) -> None:
-        super().__init__(halves, room)
+    def __init__(self, halves: Halves, room: object, address: str, prompt: Sequence[int], problem: str = "") -> None:
+        super().__init__(halves, room, problem)
         self._tokens = len(prompt)
         self._row = -1
         self._has_pages = False
         self._is_aborted = False
         self.stats: HandoffStats | None = None
         self._request: SourceRequest | None = None
+        self._address, self._prompt = address, prompt
         if self.state is Poll.FAILED:
             return
+        if halves.settings.prefill_dp_size == 1:
+            self._expect(0)
+        else:
+            # Which rank has the prefill is known when SGLang has resolved it. Until then the agents know nothing.
+            self.is_over = True
+
+    def _expect(self, dp_rank: int) -> None:
         try:
-            source = halves.source_at(address, _checked_room(room))
+            source = self.halves.source_at(self._address, self.room, dp_rank)
         except BadRequest as error:
             self.is_over = True
             self.fail(str(error))
             return
         # Push for both modes: SGLang's instances get their requests at the same time, so a grant may come first and has to wait
         # for its prefill; a grant in pull is about a prefill that is complete. What differs is when the source announces.
-        self._request = SourceRequest(self.key, prompt_digest(prompt), source, None, Mode.PUSH)
-        self._begin(lambda: halves.port.expect_source(self._request))  # type: ignore[arg-type]
+        request = self._request = SourceRequest(self.key, prompt_digest(self._prompt), source, None, Mode.PUSH)
+        self.is_over = False
+        self._begin(lambda: self.halves.port.expect_source(request))
 
     @property
     def may_be_written(self) -> bool:
         """Whether a copy may still write to the pages."""
         return self._has_pages and not self.is_over
 
-    def ready(self) -> None:
-        """SGLang has resolved the source; pages come next."""
+    def ready(self, dp_rank: int = 0) -> None:
+        """SGLang has resolved the source, one of its data-parallel ranks; pages come next."""
+        ranks = self.halves.settings.prefill_dp_size
+        if not 0 <= dp_rank < ranks:
+            self.fail(f"disagg_prefill_dp_rank is {dp_rank}; by prefill_dp_size prefill instances have {ranks}, counted from 0")
+        elif ranks > 1 and self.state is Poll.BOOTSTRAPPING and self._request is None:
+            if self.key in self.halves.live:
+                self.fail(f"room {self.room} is in use by another request here; choose a random one for each request")
+                return
+            self._expect(dp_rank)
         self._advance(Poll.WAITING)
 
     def allocated(self, pages: Sequence[int], row: int | None, cached_tokens: int, state: StateIndices = ()) -> None:
@@ -403,7 +426,7 @@ class TargetHalf(_Half):
 
     def abort(self) -> None:
         """SGLang aborts the request: it fails at once without pages, and with them when nothing can write to them."""
-        if self.is_over:
+        if self.is_over and self._request is not None:
             return
         self._is_aborted = True
         if self._has_pages:
@@ -446,10 +469,10 @@ def _checked_room(room: object) -> int:
     return room
 
 
-def _read_address(address: str) -> ControlAddress:
+def _read_address(address: str, dp_rank: int) -> ControlAddress:
     host, _, port = address.rpartition(":")
-    if not host or host == "None" or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not host or host == "None" or not port.isdecimal() or not 0 < int(port) < 65536 - dp_rank:
         raise BadRequest(
             "bootstrap_host", f"bootstrap_host and bootstrap_port make {address!r}; give those of the prefill instance"
         )
-    return ControlAddress.of(host.removeprefix("[").removesuffix("]"), int(port))
+    return ControlAddress.of(host.removeprefix("[").removesuffix("]"), int(port) + dp_rank)

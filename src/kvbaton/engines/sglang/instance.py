@@ -102,6 +102,7 @@ class RankInstance:
             pool.tables,
             announces=settings.mode is Mode.PUSH and place.shape.pp == 1,
             follows=not place.is_leader,
+            prefill_dp_size=settings.prefill_dp_size,
         )
         poison = pool.poison if settings.poison else None
         # Every rank checks by the leader's address, which routers know: all of them refuse, or none.

@@ -10,7 +10,8 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ from sides import ONE, PAGE, PORTS, PROMPT, TOKENS, Side, mha, mla, tensors, wai
 from state_checks import STATE_CHECKS
 
 from kvbaton.engines.sglang import backend
+from kvbaton.engines.sglang.settings import CONFIG_VARIABLE
 from kvbaton.errors import ConfigError
 
 
@@ -129,6 +131,51 @@ def a_prompt_that_is_too_long_for_decode_ends_its_prefill() -> None:
         decode.close()
 
 
+@contextmanager
+def _parallel(**changes: Any) -> Iterator[None]:
+    """Managers that are made meanwhile have these ranks."""
+    backend.get_parallel = lambda: SimpleNamespace(**{**vars(ONE), **changes})  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        backend.get_parallel = lambda: ONE  # type: ignore[attr-defined]
+
+
+def ranks_of_dp_attention_share_a_bootstrap_port_without_collision() -> None:
+    """Every rank has the same arguments, as SGLang passes them; each hands over the rooms that are its own."""
+    port, sides = PORTS.pick(), []
+    os.environ[CONFIG_VARIABLE] = '{"prefill_dp_size": 2}'
+    try:
+        decode = Side("decode", mha(), 0)
+    finally:
+        os.environ[CONFIG_VARIABLE] = ""
+    try:
+        for rank in range(2):
+            with _parallel(attn_dp_size=2, attn_dp_rank=rank, load_balance_method="follow_bootstrap_room"):
+                sides.append(Side("prefill", mha(), port))
+            for tensor in tensors(sides[rank].pool):
+                tensor.fill_(rank + 1)
+        assert decode.manager.try_ensure_parallel_info(f"127.0.0.1:{port}")
+        known = decode.manager.prefill_info_table[f"127.0.0.1:{port}"]
+        assert (known.dp_size, known.follow_bootstrap_room) == (2, True)
+        for room in (20, 21):
+            sender = sides[room % 2].make(KVClassType.SENDER, room, PROMPT, port)
+            receiver = decode.make(KVClassType.RECEIVER, room, PROMPT, port)
+            receiver.init(room % known.dp_size)
+            receiver.send_metadata(np.array([2, 5, 9], np.int32), 3, [], 0)
+            wait(sender, KVPoll.WaitingForInput)
+            sender.init(3, 1)
+            sender.send(np.array([7, 3, 1], np.int32), [])
+            assert wait(receiver, KVPoll.Success, KVPoll.Failed) == KVPoll.Success
+            assert {float(tensor[2 * PAGE].max()) for tensor in tensors(decode.pool)} == {room % 2 + 1}
+        lost = sides[1].make(KVClassType.SENDER, 22, PROMPT, port)
+        assert lost.poll() == KVPoll.Failed
+        assert "at data-parallel rank 1, and decode expects it at 0 of 2" in lost.half.reason
+    finally:
+        for side in (*sides, decode):
+            side.close()
+
+
 def _refused(named: str, role: str = "prefill", **changes: Any) -> None:
     refusal = ""
     try:
@@ -140,10 +187,13 @@ def _refused(named: str, role: str = "prefill", **changes: Any) -> None:
 
 def what_cannot_be_handed_over_is_refused_when_the_server_starts() -> None:
     _refused("several nodes", nnodes=2)
-    for name, what in (("pp_size", "pipeline"), ("dp_size", "data parallelism"), ("attn_cp_size", "context parallelism")):
-        backend.get_parallel = lambda name=name: SimpleNamespace(**{**vars(ONE), name: 2})  # type: ignore[attr-defined]
-        _refused(what, "decode")
-    backend.get_parallel = lambda: ONE  # type: ignore[attr-defined]
+    for name, what in (("pp_size", "pipeline"), ("attn_cp_size", "context parallelism")):
+        with _parallel(**{name: 2}):
+            _refused(what, "decode")
+    with _parallel(attn_dp_size=2, attn_dp_rank=1, load_balance_method="round_robin"):
+        _refused("load_balance_method is 'round_robin' with 2 data-parallel ranks")
+    with _parallel(attn_dp_size=2, attn_dp_rank=0, dp_size=2):
+        _refused("dp_size is 2 and attn_dp_size is 2")
     for state in ("mamba", "swa", "dsa", "swa_ring"):
         _refused(f"MHATokenToKVPool with {state}", state_types=[state])
     _refused("Unknown", pool=type("UnknownPool", (), {"start_layer": 0})())
@@ -161,6 +211,7 @@ CHECKS = (
     a_failure_raises_its_reason_and_only_there,
     no_exception_leaves_a_sender_or_a_receiver,
     a_prompt_that_is_too_long_for_decode_ends_its_prefill,
+    ranks_of_dp_attention_share_a_bootstrap_port_without_collision,
     what_cannot_be_handed_over_is_refused_when_the_server_starts,
     *STATE_CHECKS,
 )
