@@ -96,8 +96,9 @@ class KVBatonManager(BaseKVManager):
             tp_size=parallel.attn_tp_size,
             tp_rank=parallel.attn_tp_rank,
             window=int(getattr(queue.scheduler, "sliding_window_size", None) or 0),
+            model_layers=int(model_config.num_hidden_layers),
         )
-        pool = read_pool(queue.pool, facts, args, getattr(args, "num_draft_entries", 0))
+        pool = read_pool(queue.pool, facts, args, queue.draft if getattr(args, "num_draft_entries", 0) else None)
         _check_release_limit(settings)
         shape = Shape(tp=parallel.attn_tp_size, pp=parallel.pp_size)
         rank = shape.number(RankAt(0, parallel.pp_rank, parallel.attn_tp_rank, 0))

@@ -3,8 +3,9 @@
 A pool has one tensor of slots per layer and plane, each an allocation of its own; page p is the slots from p times the page
 size on. Plain attention keeps K and V as (slots, heads, channels), MLA one latent as (slots, 1, channels). Pools of several
 kinds of layers have pools inside: full attention beside sliding windows, or beside the states of linear attention, whose
-tensors are (slots, ...) with one slot per request. Sparse attention keeps a page of index keys per page of its latent. What is
-not understood is refused by name when the server starts: other pools, other orders of the axes, memory of a GPU, draft models.
+tensors are (slots, ...) with one slot per request. Sparse attention keeps a page of index keys per page of its latent. A draft
+model has a pool with the same slots. What is not understood is refused by name when the server starts: other pools, other
+orders of the axes, memory of a GPU.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class PoolFacts:
     tp_rank: int = 0
     window: int = 0
     """How many tokens a sliding window has, by SGLang's scheduler; 0 without one."""
+    model_layers: int = 0
+    """How many layers the model has on all ranks; those of a draft model are numbered behind them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +100,10 @@ class CachePool:
                     memory[first : first + size] = POISON_BYTE
 
 
-def read_pool(pool: Any, facts: PoolFacts, arguments: Any = None, draft_tensors: int = 0) -> CachePool:
-    """Describe SGLang's pool and the state components of its `KVArgs`. Raises ConfigError, by name, for what cannot be handed
-    over so far.
+def read_pool(pool: Any, facts: PoolFacts, arguments: Any = None, draft: Any = None) -> CachePool:
+    """Describe SGLang's pool, the state components of its `KVArgs`, and the pool of a draft model. Raises ConfigError, by name,
+    for what cannot be handed over so far.
     """
-    if draft_tensors:
-        raise ConfigError(f"speculative decoding adds {draft_tensors} tensors of a draft model; start without a draft model")
     types = [str(getattr(each, "value", each)) for each in getattr(arguments, "state_types", None) or ()]
     name = type(pool).__name__
     if name in _ATTENTION and types == ([] if name != "DSATokenToKVPool" else ["dsa"]):
@@ -121,7 +122,17 @@ def read_pool(pool: Any, facts: PoolFacts, arguments: Any = None, draft_tensors:
             f"the cache of this model is a {name}{beside}; MHATokenToKVPool, MLATokenToKVPool, SWAKVPool with swa, "
             "HybridLinearKVPool with mamba and DSATokenToKVPool with dsa can be handed over so far"
         )
+    if draft is not None:
+        parts.append(_draft(draft, facts))
     return CachePool(parts, facts.page_tokens)
+
+
+def _draft(pool: Any, facts: PoolFacts) -> _PoolPart:
+    """The cache of a draft model: its tokens have the slots that they have in the model's own cache."""
+    name = "the cache of the draft model"
+    kind = f"{_ATTENTION.get(type(pool).__name__, FULL)} draft"
+    layers = range(facts.model_layers, facts.model_layers + int(getattr(pool, "layer_num", 0)))
+    return _attention(pool, layers, facts, kind, name=name, has_own_heads=True)
 
 
 def _planes(pool: Any) -> list[tuple[str, list[Any]]]:
@@ -132,7 +143,14 @@ def _planes(pool: Any) -> list[tuple[str, list[Any]]]:
 
 
 def _attention(
-    pool: Any, layers: Sequence[int], facts: PoolFacts, kind: str = "", component: int = -1, name: str = "the cache"
+    pool: Any,
+    layers: Sequence[int],
+    facts: PoolFacts,
+    kind: str = "",
+    component: int = -1,
+    name: str = "the cache",
+    *,
+    has_own_heads: bool = False,
 ) -> _PoolPart:
     if type(pool).__name__ not in _ATTENTION:
         raise ConfigError(f"{name} is a {type(pool).__name__}; {' and '.join(_ATTENTION)} can be handed over so far")
@@ -144,9 +162,9 @@ def _attention(
         for layer, tensor in enumerate(tensors):
             _check_tensor(f"{name}, layer {layer}, plane {plane}", tensor, tensors[0], 3)
     kind = kind or _ATTENTION[type(pool).__name__]
-    # Layers with a window may have other numbers of heads than the model states; several are never replicated.
+    # Windows and drafts may have other numbers of heads than the model states; several are never replicated.
     here = planes[0][1][0].shape[1]
-    total = here * facts.tp_size if component >= 0 and (here > 1 or facts.tp_size == 1) else facts.total_heads
+    total = here * facts.tp_size if has_own_heads and (here > 1 or facts.tp_size == 1) else facts.total_heads
     held = HeadRange(0, 1) if is_mla else head_range(total, facts.tp_size, facts.tp_rank)
     window = facts.window if kind == SLIDING_PAGES else 0
 
@@ -189,7 +207,7 @@ def _with_windows(pool: Any, facts: PoolFacts) -> list[_PoolPart]:
         layers[is_window].append(layer)
     return [
         _attention(pool.full_kv_pool, layers[False], facts),
-        _attention(pool.swa_kv_pool, layers[True], facts, SLIDING_PAGES, 0, "the pool of sliding windows"),
+        _attention(pool.swa_kv_pool, layers[True], facts, SLIDING_PAGES, 0, "the pool of sliding windows", has_own_heads=True),
     ]
 
 

@@ -20,6 +20,7 @@ import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.disaggregation.utils import KVClassType
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.plugins import load_plugins
 from sides import ONE, PAGE, PORTS, PROMPT, TOKENS, Side, mha, mla, tensors, wait
 from state_checks import STATE_CHECKS
@@ -29,12 +30,15 @@ from kvbaton.engines.sglang.settings import CONFIG_VARIABLE
 from kvbaton.errors import ConfigError
 
 
-def hand_over(make_pool: Callable[[], Any], cached_pages: int = 0) -> None:
-    prefill, decode = Side("prefill", make_pool(), PORTS.pick()), Side("decode", make_pool(), 0)
+def hand_over(make_pool: Callable[[], Any], cached_pages: int = 0, make_draft: Callable[[], Any] = lambda: None) -> None:
+    prefill = Side("prefill", make_pool(), PORTS.pick(), draft=make_draft())
+    decode = Side("decode", make_pool(), 0, draft=make_draft())
+    drafts = () if prefill.draft is None else ((prefill.draft, decode.draft),)
     try:
         torch.manual_seed(1)
-        for tensor in tensors(prefill.pool):
-            tensor.normal_()
+        for pool in (prefill.pool, *(one for one, _ in drafts)):
+            for tensor in tensors(pool):
+                tensor.normal_()
         sender = prefill.make(KVClassType.SENDER, 99, PROMPT, prefill.port)
         receiver = decode.make(KVClassType.RECEIVER, 99, PROMPT, prefill.port)
         assert (sender.poll(), receiver.poll()) == (KVPoll.Bootstrapping, KVPoll.Bootstrapping)
@@ -54,8 +58,9 @@ def hand_over(make_pool: Callable[[], Any], cached_pages: int = 0) -> None:
         assert wait(receiver, KVPoll.Success, KVPoll.Failed) == KVPoll.Success
         for token in range(cached_pages * PAGE, TOKENS):
             here, there = [7, 3, 1][token // PAGE] * PAGE + token % PAGE, target_pages[token // PAGE] * PAGE + token % PAGE
-            for source, target in zip(tensors(prefill.pool), tensors(decode.pool), strict=True):
-                assert torch.equal(source[here], target[there]), token
+            for pools in ((prefill.pool, decode.pool), *drafts):
+                for source, target in zip(*map(tensors, pools), strict=True):
+                    assert torch.equal(source[here], target[there]), token
         assert decode.metadata.get_buf(3)[0][0].item() == 42
         assert decode.metadata.bootstrap_room[3, 0].item() == 99
         assert sender.get_transfer_metric().transfer_total_bytes > 0
@@ -72,6 +77,26 @@ def plain_attention_is_handed_over() -> None:
 
 def the_latent_of_mla_is_handed_over() -> None:
     hand_over(mla)
+
+
+def the_cache_of_a_draft_model_is_handed_over() -> None:
+    """Its heads and layers are its own; its slots are those of the model."""
+    hand_over(mha, make_draft=lambda: MHATokenToKVPool(64, PAGE, torch.float32, 4, 8, 1, "cpu", False))
+
+
+def a_draft_model_on_one_side_only_is_refused_by_name() -> None:
+    draft = MHATokenToKVPool(64, PAGE, torch.float32, 4, 8, 1, "cpu", False)
+    prefill, decode = Side("prefill", mha(), PORTS.pick(), draft=draft), Side("decode", mha(), 0)
+    try:
+        sender = prefill.make(KVClassType.SENDER, 8, PROMPT, prefill.port)
+        receiver = decode.make(KVClassType.RECEIVER, 8, PROMPT, prefill.port)
+        receiver.init(0)
+        wait(receiver, KVPoll.Failed)
+        assert "2 (full, full draft)" in receiver.half.reason, receiver.half.reason
+        wait(sender, KVPoll.Failed)
+    finally:
+        prefill.close()
+        decode.close()
 
 
 def cached_pages_are_left_out() -> None:
@@ -207,6 +232,8 @@ def what_cannot_be_handed_over_is_refused_when_the_server_starts() -> None:
 CHECKS = (
     plain_attention_is_handed_over,
     the_latent_of_mla_is_handed_over,
+    the_cache_of_a_draft_model_is_handed_over,
+    a_draft_model_on_one_side_only_is_refused_by_name,
     cached_pages_are_left_out,
     a_failure_raises_its_reason_and_only_there,
     no_exception_leaves_a_sender_or_a_receiver,

@@ -48,9 +48,10 @@ class Side:
             num_hidden_layers=LAYERS,
         )
         scheduler = SimpleNamespace(model_config=config, sliding_window_size=changes.pop("window", None))
-        hooks._queue = hooks.Queue(pool, self.metadata, scheduler)
+        self.draft = changes.pop("draft", None)
+        hooks._queue = hooks.Queue(pool, self.metadata, scheduler, self.draft)
         args = KVArgs()
-        args.page_size, args.num_draft_entries = changes.pop("page", PAGE), 0
+        args.page_size, args.num_draft_entries = changes.pop("page", PAGE), 0 if self.draft is None else 1
         setup_state_kv_args(args, pool)
         args.state_types = changes.pop("state_types", args.state_types)
         args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = self.metadata.get_buf_infos()
