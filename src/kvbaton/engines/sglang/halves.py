@@ -294,7 +294,7 @@ class SourceHalf(_Half):
             if is_last:
                 tables.check_state(state, self._pages, self._tokens)
         except ProtocolError as error:
-            self.fail(f"SGLang sends pages that are not there: {error}")
+            self.fail(f"what SGLang sends does not fit its cache: {error}")
             return
         blocks = tables.lists(self._pages, state if is_last else None, self._tokens)
         end = min(len(self._pages) * settings.page_tokens, self._tokens if is_last else tables.announceable(self._tokens))
@@ -413,7 +413,7 @@ class TargetHalf(_Half):
             tables.check_pages(pages)
             tables.check_state(state, pages, self._tokens, cached_tokens)
         except ProtocolError as error:
-            self.fail(f"SGLang has pages that are not there: {error}")
+            self.fail(f"what SGLang has allocated does not fit its cache: {error}")
             return
         self._row, self._has_pages = row, True
         self.halves.note(self.key, self.side, Stage.ALLOCATED)
