@@ -39,12 +39,11 @@ __all__ = ["KVBatonBootstrapServer", "KVBatonManager", "KVBatonReceiver", "KVBat
 
 log = logging.getLogger(__name__)
 
-_WITHOUT = {
-    # Of prefill: ranks and halves can, but no pipeline of SGLang has been run with them. Of decode: a later stage may still use
-    # the pages that the first one has freed and grants, because no stage waits for the others when it frees pages.
-    "pp_size": "pipeline parallelism",
-    "attn_cp_size": "context parallelism",
-    "nnodes": "several nodes",
+_WITHOUT = {"attn_cp_size": "context parallelism", "nnodes": "several nodes"}
+_WITHOUT_IN_DECODE = {
+    # A later stage may still use the pages that the first one has freed and grants: no stage waits for the others when it
+    # frees pages.
+    "pp_size": "a pipeline of decode",
 }
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -85,7 +84,7 @@ class KVBatonManager(BaseKVManager):
         _check_polls()
         queue, parallel = current_queue(), get_parallel()
         role = str(disaggregation_mode.value)
-        _check_shape(server_args, parallel)
+        _check_shape(role, server_args, parallel)
         self.dp_size, self.dp_rank = _data_parallel(role, args, parallel)
         settings = parse_settings(os.environ.get(CONFIG_VARIABLE, "")).of_dp_rank(self.dp_size, self.dp_rank)
         model_config = queue.scheduler.model_config
@@ -357,11 +356,13 @@ def _check_polls() -> None:
             )
 
 
-def _check_shape(server_args: Any, parallel: Any) -> None:
-    for name, what in _WITHOUT.items():
+def _check_shape(role: str, server_args: Any, parallel: Any) -> None:
+    for name, what in (_WITHOUT | (_WITHOUT_IN_DECODE if role == "decode" else {})).items():
         size = getattr(parallel, name, None) or getattr(server_args, name, None) or 1
         if size > 1:
-            raise ConfigError(f"{name} is {size}: {what} cannot be handed over so far; tensor parallelism can")
+            raise ConfigError(
+                f"{name} is {size}: {what} cannot be handed over so far; tensor parallelism and a pipeline of prefill can"
+            )
 
 
 def _check_release_limit(settings: SglangSettings) -> None:

@@ -212,7 +212,7 @@ def _refused(named: str, role: str = "prefill", **changes: Any) -> None:
 
 def what_cannot_be_handed_over_is_refused_when_the_server_starts() -> None:
     _refused("several nodes", nnodes=2)
-    for name, what in (("pp_size", "pipeline"), ("attn_cp_size", "context parallelism")):
+    for name, what in (("pp_size", "a pipeline of decode"), ("attn_cp_size", "context parallelism")):
         with _parallel(**{name: 2}):
             _refused(what, "decode")
     with _parallel(attn_dp_size=2, attn_dp_rank=1, load_balance_method="round_robin"):

@@ -72,8 +72,8 @@ def test_a_plain_server_has_no_backend() -> None:
     [
         ("dp2", "tp1", "prefill is dp2"),
         ("cp2", "tp1", "prefill is cp2"),
-        ("pp2", "tp1", "prefill is pp2"),
-        ("tp1", "pp2,tp2", "decode is pp2,tp2"),
+        ("tp1", "pp2", "decode is pp2"),
+        ("pp2", "pp2,tp2", "decode is pp2,tp2"),
     ],
 )
 def test_cuts_that_cannot_be_handed_over_are_refused_by_name(prefill: str, decode: str, named: str) -> None:
