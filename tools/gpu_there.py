@@ -118,6 +118,12 @@ STEPS: dict[str, Step] = {
     ),
     "device": Step(f"-m pytest -p no:cacheprovider -q {HERE.parent}/tests/contract/test_device_contract.py", 120, script=True),
     "contract": Step(f"-m pytest -p no:cacheprovider -q {HERE.parent}/tests/contract -k 'cuda or GPU'", 300, script=True),
+    "mori": Step(
+        f"-m pytest -p no:cacheprovider -q -rs {HERE.parent}/tests/compat/mori/test_mori_io.py"
+        f" {HERE.parent}/tests/contract/test_exchange_gpu.py -k 'GPU or cuda'",
+        300,
+        script=True,
+    ),
     "checksums": verify("--transport cuda --mode push --integrity full --cache-dtype bfloat16", requests=12),
 }
 

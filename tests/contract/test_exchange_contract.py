@@ -227,7 +227,7 @@ def test_memory_that_the_processor_cannot_read_is_refused(open_exchange: Callabl
     exchange.withdraw(exchange.register(address, page))
 
 
-class _ForgetfulTable(MemoryTable):
+class ForgetfulTable(MemoryTable):
     """The mistake that the next test must find: a slice is begun in a memory that was withdrawn."""
 
     def __init__(self) -> None:
@@ -247,7 +247,7 @@ def test_no_byte_changes_after_a_withdrawal(kind: str, open_exchange: Callable[.
     """A write of many slices is under way when the target is withdrawn; what it holds from then on is a pattern of its own."""
     owner, writer = open_exchange("owner"), open_exchange("writer")
     if forgets:
-        owner._state.table = _ForgetfulTable()
+        owner._state.table = ForgetfulTable()
     owner._state.slice_bytes = 1 << 16
     size = 64 << 20
     target, source = np.zeros(size, np.uint8), np.ones(size, np.uint8)
