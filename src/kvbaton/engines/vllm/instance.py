@@ -85,8 +85,9 @@ class WorkerInstance:
         described = exchange.gather(_Described(new_incarnation(), this_process().host, cache.caches))
         check_one_host([each.host for each in described])
         self._incarnation = described[0].incarnation
-        has_drafts = settings.draft == DRAFTS[0]
-        self.caches: InstanceCaches = instance_caches(exchange.shape, [each.caches for each in described], has_drafts)
+        hands_drafts = settings.draft == DRAFTS[0]
+        self.caches: InstanceCaches = instance_caches(exchange.shape, [each.caches for each in described], hands_drafts)
+        self.has_drafts = hands_drafts and any(layer.is_draft for layer in cache.caches.layers)
         self.info = HandoffInfo(settings.control_address, self._incarnation, self._shape.tp, dp.rank)
         self.driver: Driver | None = None
         self._loop: RankLoop | None = None

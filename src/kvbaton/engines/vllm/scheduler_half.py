@@ -315,10 +315,14 @@ class SchedulerHalf:
     def _finish_source(
         self, request: EngineRequest, source: _ScheduledSource, blocks: BlockLists
     ) -> tuple[bool, dict[str, Any] | None]:
-        is_complete = request.num_computed_tokens >= request.num_prompt_tokens and source.tokens
+        is_complete = request.num_computed_tokens >= request.num_prompt_tokens
         if request.status.name not in _COMPLETE or not is_complete or self._info is None:
             self._orders.append(SourceCancels(request.request_id, source.key))
             return True, None
+        if not source.tokens:
+            # A prompt of one token, where one less is handed over: the target knows that too, and computes it.
+            self._orders.append(SourceCancels(request.request_id, source.key))
+            return True, answer_params(source.params, self._info)
         first = next(iter(request.output_token_ids), 0)
         offer = Offer(source.key, blocks, source.tokens, Aux(min(first, _MAX_TOKEN_ID), 0.0))
         self._orders.append(SourceOffers(request.request_id, offer))
