@@ -25,7 +25,7 @@ from kvbaton.transport.exchange import service
 from kvbaton.transport.exchange.gpu import ExchangeGpu
 from kvbaton.transport.neighbour import is_readable
 
-__all__ = ["GPU", "MAIN", "STAND_IN", "SharedDriver", "TestedMemory", "place", "use_stand_in", "why_not_here"]
+__all__ = ["GPU", "MAIN", "STAND_IN", "SharedDriver", "PlacedMemory", "place", "use_stand_in", "why_not_here"]
 
 MAIN, STAND_IN, GPU = "main", "stand-in", "cuda"
 _SHARED = Path("/dev/shm")  # noqa: S108 - files in it are memory
@@ -33,10 +33,9 @@ _SHARED = Path("/dev/shm")  # noqa: S108 - files in it are memory
 Bytes = npt.NDArray[np.uint8]
 
 
-class TestedMemory(Protocol):
+class PlacedMemory(Protocol):
     """Memory that is registered."""
 
-    __test__ = False
     address: int
     nbytes: int
 
@@ -178,7 +177,7 @@ def why_not_here(kind: str) -> str:
     return "" if torch.cuda.is_available() else "needs an NVIDIA GPU"
 
 
-def place(kind: str, content: Bytes, skip: int = 0) -> TestedMemory:
+def place(kind: str, content: Bytes, skip: int = 0) -> PlacedMemory:
     """Memory of a kind that holds `content`, `skip` bytes behind the begin of its allocation."""
     if kind == MAIN:
         whole = np.zeros(skip + content.nbytes, np.uint8)

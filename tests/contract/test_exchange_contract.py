@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -418,7 +419,7 @@ def test_garbage_costs_its_connection_only(pair: _Pair) -> None:
     assert pair.move(_WRITE, _runs((0, 0, 4096))) == ""
 
 
-@pytest.mark.parametrize("what", ["mark", "kind", "runs", "number", "sum", "introduction"])
+@pytest.mark.parametrize("what", ["mark", "kind", "runs", "number", "sum", "introduction", "handle", "garbage handle"])
 def test_bad_calls_of_an_admitted_peer_end_its_connection_only(
     pair: _Pair, open_exchange: Callable[..., MemoryExchange], what: str
 ) -> None:
@@ -436,6 +437,10 @@ def test_bad_calls_of_an_admitted_peer_end_its_connection_only(
         frame[8:12] = b"\xff" * 4
     elif what == "number":
         frame[12:20] = bytes(8)
+    elif what == "handle":
+        frame[6] = 9  # a FETCH has none
+    elif what == "garbage handle":
+        frame = bytearray(pack_call(msgspec.structs.replace(good, kind=CallKind.PULL), _runs((0, 0, 64)), b"no handle"))
     else:
         frame[-8:] = b"\xff" * 8
     sock.setblocking(True)

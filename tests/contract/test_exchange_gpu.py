@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pytest
 from test_exchange_contract import ForgetfulTable
 
-from gpu_memories import GPU, MAIN, STAND_IN, SharedDriver, TestedMemory, place, use_stand_in, why_not_here
+from gpu_memories import GPU, MAIN, STAND_IN, PlacedMemory, SharedDriver, place, use_stand_in, why_not_here
 from gpu_stand_in import HostCopier
 from kvbaton.errors import ConfigError, RangeError, TransportError
 from kvbaton.transport.base import Direction, TransportSettings
@@ -57,7 +57,7 @@ class _Side:
 
     def __init__(self, exchange: MemoryExchange, kind: str, value: int, size: int = 1 << 16) -> None:
         self.exchange = exchange
-        self.memory: TestedMemory = place(kind, np.full(size, value, np.uint8))
+        self.memory: PlacedMemory = place(kind, np.full(size, value, np.uint8))
         self.handle = exchange.register(self.memory.address, size)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_memories import GPU, MAIN, STAND_IN, TestedMemory, place, use_stand_in
+from gpu_memories import GPU, MAIN, STAND_IN, PlacedMemory, place, use_stand_in
 from kvbaton.compat.mori.io import BackendType, IOEngine, IOEngineConfig, MemoryLocationType, RdmaBackendConfig
 
 __all__ = ["MoriPeer", "mori_peer"]
@@ -73,7 +73,7 @@ def _main(key: str, port: int, memory: str) -> None:
     label = (0, MemoryLocationType.GPU) if memory == GPU else (-1, MemoryLocationType.CPU)
     engine = IOEngine(key, IOEngineConfig("127.0.0.1", port))
     engine.create_backend(BackendType.RDMA, RdmaBackendConfig())
-    memories: list[TestedMemory] = []
+    memories: list[PlacedMemory] = []
     descriptors: list[Any] = []
     for line in sys.stdin:
         request = json.loads(line)

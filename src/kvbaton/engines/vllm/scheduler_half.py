@@ -260,9 +260,11 @@ class SchedulerHalf:
             source.waits_since = now
         if now - max(source.waits_since, self._progress_at) < self._room.wait_s:
             return ""
+        target = source.params.target()
+        named_target = "its target" if target is None else f"its target {target}"
         return (
-            f"there is no room to start {source.key} before its target has blocks, and for {self._room.wait_s:g} s no target"
-            " had blocks for any prefill"
+            f"there is no room to start {source.key} before {named_target} has blocks, and for {self._room.wait_s:g} s no"
+            " target had blocks for any prefill"
         )
 
     def _withdraw(self, source: _ScheduledSource, problem: str) -> None:
