@@ -51,7 +51,7 @@ def verify(more: str, *, requests: int = 12, fails: bool = False) -> Step:
 def small(more: str, *, model: str = "{models}/tiny", fails: bool = False, engine: str = "") -> Step:
     """A verification with a small model; several share the GPU."""
     arguments = shlex.quote(f"--gpu-memory-utilization 0.04 {engine}".strip())
-    common = f"verify --engine vllm --device cuda --model {model} --requests {8 if fails else 16} --json"
+    common = f"verify --engine vllm --device cuda --model {model} --requests {8 if fails else 16} --shortest-prompt 2 --json"
     return Step(f"{common} --engine-arguments={arguments} {more}", 300, fails, alone=False)
 
 
