@@ -91,6 +91,8 @@ STEPS: dict[str, Step] = {
     "tp2-tp1-drop": cut("tp2", "tp1", "--mode push --drop heads", fails=True),
     "pp2-tp1-drop": cut("pp2", "tp1", "--mode push --drop layers", fails=True),
     "mistral": kind("mistral", "--mode push"),
+    "mistral-pull": kind("mistral", "--mode pull"),
+    "gemma3-pull": kind("gemma3", "--mode pull"),
     "gemma3": kind("gemma3", "--mode push"),
     "gptoss": kind("gptoss", "--mode pull"),
     "granite4": kind("granite4", "--mode push"),

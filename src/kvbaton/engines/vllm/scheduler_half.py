@@ -174,7 +174,7 @@ class SchedulerHalf:
             self._sources[request.request_id] = _ScheduledSource(request, requested.key, requested.source, tokens)
             self._unstepped[request.request_id] = requested.key
             self._orders.append(SourceBegins(request.request_id, requested.key, prompt_digest(request)))
-            if self._counts.states and tokens and not request.skip_reading_prefix_cache:
+            if self._counts.backoff and tokens and not request.skip_reading_prefix_cache:
                 shorten_prompt(request, tokens)
             return
         if requested.wanted is not None and is_refused(request):
