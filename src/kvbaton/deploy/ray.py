@@ -272,7 +272,7 @@ class InstanceReplica(_Replica):
         options = replace(options, arguments=(*plugin.drain_arguments(settings.drain_timeout_s), *options.arguments))
         prepared = await asyncio.to_thread(plugin.prepare, options, log.info)
         part = prepared.part(role, role, PortPicker(), self._addresses[1:])
-        self._http_address = part.base_url.removeprefix("http://")
+        self._http_address = part.base_url.partition("://")[2]
         await self._run(part, plugin.healthy_within_s)
 
     async def check_health(self) -> None:
