@@ -7,7 +7,7 @@ certificate. The name in it is not compared with an address: addresses of pods a
 is made, and every member of the cluster may be every other's peer. What a member may do beyond that, the cluster key decides.
 
 The files are followed: a context that is handed out makes each connection from the files as they are then, looking at most once
-a second. Whoever changes them need not restart anything; connections that are open stay open. Files that do not fit together
+a second. No process is restarted for new files; connections that are open stay open. Files that do not fit together
 (a certificate was replaced, its key not yet; one has expired) change nothing, are counted, and logged with the file's name.
 Each set of files is tried by a handshake with itself, in memory, before it is used: what a peer would refuse is refused here.
 

@@ -109,9 +109,17 @@ class InstanceConnection(asyncio.Protocol):
             return
         call.was_cut = True
         if self._in_head:
-            call.lose(PeerLost(f"{call.name} closed the connection ({error or 'without an answer'})"))
+            call.lose(PeerLost(f"{call.name} closed the connection ({self._why_closed(call, error)})"))
         else:
             call.lose(PeerLost(f"{call.name} broke off in the middle of its answer"))
+
+    def _why_closed(self, call: Call, error: Exception | None) -> str:
+        """In TLS 1.3 a server looks at the client's certificate last, and its alert may be lost with the connection."""
+        if isinstance(error, ssl.SSLError):
+            return tls_reason(error)
+        may_be_refused = self._upstream.is_encrypted and not call.was_kept
+        hint = "; it may refuse the certificate of this router: has that expired, is its authority in the instance's ca.crt?"
+        return f"{error or 'without an answer'}{hint if may_be_refused else ''}"
 
     def data_received(self, data: bytes) -> None:
         """Read on, and pass on in one piece what came in one piece."""
@@ -190,6 +198,7 @@ class Upstream:
         self, connect_timeout_s: float, tls: ssl.SSLContext | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.clock = clock
+        self.is_encrypted = tls is not None
         self._tls = tls
         self._connect_timeout_s = connect_timeout_s
         self._kept: defaultdict[str, deque[InstanceConnection]] = defaultdict(deque)

@@ -209,6 +209,6 @@ _memory_view.restype = ctypes.py_object
 
 
 def _memory(address: int, size: int) -> memoryview:
-    """Memory as Python's sockets take it; whoever made the `Vectors` keeps it alive."""
+    """Memory as Python's sockets take it; the maker of the `Vectors` keeps it alive."""
     view: memoryview = _memory_view(address, size, _WRITABLE)
     return view
