@@ -1,6 +1,6 @@
 """How both ends of a tcp connection use their sockets: set up alike, and with pieces of memory that are sent or filled in
 order, up to a thousand per system call, with no object for each. Over TLS it is one record of 16 KiB per call of OpenSSL, which
-encrypts from, and decrypts into, the memory itself where a piece holds a record; smaller pieces pass through a buffer.
+encrypts from, and decrypts into, the memory itself where a piece holds a few; smaller pieces pass through a buffer.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import ctypes
 import errno
 import os
 import socket
+import ssl
 from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 
@@ -20,7 +22,8 @@ __all__ = ["TlsCalls", "VectorCalls", "Vectors", "tune"]
 
 _MAX_PIECES = 1024
 _RECORD_BYTES = 16 << 10
-_ROOM_BYTES = 4 * _RECORD_BYTES
+_ROOM_BYTES = 16 * _RECORD_BYTES
+_DIRECT_BYTES = 4 * _RECORD_BYTES
 _TLS_TURN_BYTES = 1 << 20
 _WRITABLE = 0x200
 _FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
@@ -76,13 +79,16 @@ class Vectors:
 
     def peek(self, most_bytes: int) -> list[list[int]]:
         """Address and bytes of the next pieces, the last one cut where they would be more than `most_bytes`."""
-        taken = self._pieces[self._index : self._index + _MAX_PIECES].tolist()
-        left, found = most_bytes, []
-        for address, size in taken:
-            if not left:
-                break
-            found.append([address, min(size, left)])
-            left -= found[-1][1]
+        left, at, found = min(most_bytes, self.remaining_bytes), self._index, []
+        while left:
+            # As many as there are if the others are as long as the first: making lists of all that follow would cost more.
+            taken = self._pieces[at : at + 1 + left // int(self._pieces[at, 1])].tolist()
+            at += len(taken)
+            for address, size in taken:
+                found.append([address, min(size, left)])
+                left -= found[-1][1]
+                if not left:
+                    break
         return found
 
     def advance(self, count: int) -> None:
@@ -130,8 +136,8 @@ class VectorCalls:
 class TlsCalls(VectorCalls):
     """The same over TLS sockets that do not block; for one thread.
 
-    A piece that holds a record is encrypted from where it lies, and decrypted to where it belongs. A record that OpenSSL could
-    not send must be offered again with the same bytes: what is gathered depends on the place in `vectors` alone.
+    A piece that holds a few records is encrypted from where it lies, and decrypted to where it belongs. A record that OpenSSL
+    could not send must be offered again with the same bytes: what is gathered depends on the place in `vectors` alone.
     """
 
     def __init__(self) -> None:
@@ -141,37 +147,38 @@ class TlsCalls(VectorCalls):
 
     def send(self, sock: socket.socket, vectors: Vectors) -> int:
         """Send as much as the socket takes now, within a turn; the errors are those of a plain socket, or SSLError."""
-        moved = 0
-        while vectors.remaining_bytes and moved < _TLS_TURN_BYTES:
+        assert isinstance(sock, ssl.SSLSocket)  # noqa: S101
+        moved, is_blocked = 0, False
+        while vectors.remaining_bytes and moved < _TLS_TURN_BYTES and not is_blocked:
             address, size = vectors.first()
-            data = _memory(address, size) if size >= _RECORD_BYTES else self._gather(vectors)
-            count, is_blocked = _repeat(sock.send, data)
-            if not count and not moved:
+            data = _memory(address, size) if size >= _DIRECT_BYTES else self._gather(vectors)
+            count, is_blocked = _repeat(sock.write, data)
+            if is_blocked and not count and not moved:
                 raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
             vectors.advance(count)
             moved += count
-            if is_blocked:
-                break
         return moved
 
     def receive(self, sock: socket.socket, vectors: Vectors) -> int:
         """Fill as much as has come, within a turn; 0 when the other end has closed."""
-        moved = 0
-        while vectors.remaining_bytes and moved < _TLS_TURN_BYTES:
+        assert isinstance(sock, ssl.SSLSocket)  # noqa: S101
+
+        def read(part: memoryview) -> int:
+            # Given a buffer, it returns the number of bytes, which its declaration does not show.
+            return cast(int, sock.read(len(part), part))
+
+        moved, is_blocked, count = 0, False, 1
+        while vectors.remaining_bytes and moved < _TLS_TURN_BYTES and count and not is_blocked:
             address, size = vectors.first()
-            if size >= _RECORD_BYTES:
-                count, is_over = _repeat(sock.recv_into, _memory(address, size))
-            else:
-                count, is_over = _repeat(sock.recv_into, self._room[: min(_RECORD_BYTES, vectors.remaining_bytes)], 1)
+            is_direct = size >= _DIRECT_BYTES
+            room = _memory(address, size) if is_direct else self._room[: min(_ROOM_BYTES, vectors.remaining_bytes)]
+            count, is_blocked = _repeat(read, room)
+            if is_blocked and not count and not moved:
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            if not is_direct:
                 self._scatter(vectors, count)
-            if not count and not moved:
-                if is_over:
-                    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-                return 0
             vectors.advance(count)
             moved += count
-            if is_over or not count:
-                break
         return moved
 
     def _gather(self, vectors: Vectors) -> memoryview:
@@ -188,17 +195,16 @@ class TlsCalls(VectorCalls):
             at += size
 
 
-def _repeat(call: Callable[[memoryview], int], data: memoryview, most_calls: int = _TLS_TURN_BYTES) -> tuple[int, bool]:
+def _repeat(call: Callable[[memoryview], int], data: memoryview) -> tuple[int, bool]:
     """Send, or fill, `data` record by record; returns the bytes, and whether the socket would have blocked."""
     at, size = 0, len(data)
     try:
-        while at < size and most_calls:
-            count = call(data[at:])
+        while at < size:
+            count = call(data[at:] if at else data)
             if not count:
                 break
             at += count
-            most_calls -= 1
-    except BlockingIOError:
+    except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
         return at, True
     return at, False
 
