@@ -20,6 +20,7 @@ from kvbaton.router.dispatch import Dispatcher
 from kvbaton.router.handoffs import HandoffPages
 from kvbaton.router.http.server import HttpServer
 from kvbaton.router.http.upstream import Upstream
+from kvbaton.router.live import LiveView
 from kvbaton.router.metrics import COLUMNS, RouterMetrics
 from kvbaton.router.routed import Rings, RoutedTransfers
 from kvbaton.router.routes import HttpRoutes
@@ -55,7 +56,8 @@ class RouterCore:
         if is_traced(os.environ):
             dropped = lambda: self.metrics.add("untraced_handoffs")  # noqa: E731
             self.dispatcher.tracing = RequestTracing(make_provider(), handoffs.report, dropped)
-        self.routes = HttpRoutes(settings, registry, self.dispatcher, self.upstream, self.metrics, handoffs)
+        live = LiveView(registry, self.upstream, settings, self.metrics, chooser)
+        self.routes = HttpRoutes(settings, registry, self.dispatcher, self.upstream, self.metrics, handoffs, live)
         self.server = HttpServer(settings, self.routes.check_head, self.routes.handle, self.routes.count)
 
     def sweep(self, now: float) -> None:
