@@ -65,7 +65,8 @@ def test_with_certificates_only_members_of_the_cluster_read_them(timelines: Time
             assert json.load(answer)["handoffs"] == []
         believing = ssl.create_default_context(cafile=str(our_tls().folder / "ca.crt"))
         for context in (other_tls().client, believing):
-            with pytest.raises(OSError, match="certificate"):
+            # The alert may be lost with the connection, which the server closes at once.
+            with pytest.raises(OSError, match=r"certificate|violation|reset|closed"):
                 urllib.request.urlopen(url, timeout=5, context=context).read()
         with pytest.raises(OSError, match=r"reset|closed|violated|Remote end"):
             get(serving, "/handoffs")
