@@ -57,7 +57,7 @@ def test_another_authority_is_refused_on_both_sides(caplog: pytest.LogCaptureFix
     with pair(our_tls(), other_tls()) as (source, target), caplog.at_level(logging.WARNING):
         target.connect(SOURCE, source.endpoint())
         assert "the certificate of the peer is refused" in read(target).error
-        wait_until(lambda: source._server.refused_total == 1, "the source counts it")
+        wait_until(lambda: source._server.refused_total >= 1, "the source counts it")
         assert "the peer refuses the certificate of this side" in caplog.text
 
 
