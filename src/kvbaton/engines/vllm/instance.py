@@ -23,7 +23,7 @@ from kvbaton.core.card import RankCard
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.timeline import no_observer
 from kvbaton.engines.base import Role
-from kvbaton.engines.instance import LateAnnouncer, ModelIdentity, announcer_of, instance_card, new_incarnation
+from kvbaton.engines.instance import LateAnnouncer, ModelIdentity, announcer_of, answers, instance_card, new_incarnation
 from kvbaton.engines.vllm.computed_spans import ComputedSpans, LayerGroups
 from kvbaton.engines.vllm.controls import share_filter
 from kvbaton.engines.vllm.device import Gate
@@ -207,14 +207,18 @@ class WorkerInstance:
             model=model,
             routers=settings.routers,
             is_used=self.is_used,
-            cluster_key=settings.trust().key,
+            trust=settings.trust(),
             handoffs_address=settings.handoffs_address,
             heartbeat_s=settings.heartbeat_s,
             shape=msgspec.structs.replace(self._shape, dp=dp.size),
             dp_rank=dp.rank if dp.size > 1 else None,
             dp_size_local=1 if dp.is_external else 0,
         )
-        return None if announcer is None else LateAnnouncer(announcer, settings.http_address)
+        return (
+            None
+            if announcer is None
+            else LateAnnouncer(announcer, settings.http_address, partial(answers, tls_dir=settings.trust().tls_dir))
+        )
 
     def is_used(self) -> bool:
         """Whether any request has ever asked it for a hand-off."""

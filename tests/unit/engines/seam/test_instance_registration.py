@@ -111,7 +111,7 @@ def test_an_api_that_never_answers_is_told_of_now_and_then(
     late.start()
     wait_until(lambda: len(caplog.messages) >= 2, "it says so twice")
     late.stop()
-    assert "http://10.0.0.5:8443/health has not answered for 300 s" in caplog.messages[0]
+    assert "the API at 10.0.0.5:8443 has not answered for 300 s" in caplog.messages[0]
     assert "--ssl-certfile" in caplog.messages[0]
     assert next(looks) > 2 * 300
 

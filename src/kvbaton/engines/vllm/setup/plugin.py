@@ -37,6 +37,7 @@ from kvbaton.engines.vllm.setup.servers import (
     VllmServers,
     check_shape,
     gpu_cache_bytes,
+    https_arguments,
     serve_arguments,
     transfer_config,
 )
@@ -143,7 +144,8 @@ class VllmPlugin(EnginePlugin):
         config = transfer_config(request.role, request.handoff, _extra_config(request))
         settings = parse_settings(config["kv_connector_extra_config"])
         settings.check_bind(request.host)
-        return "vllm " + shlex.join(serve_arguments(request.model, request.host, request.port, config))
+        arguments = serve_arguments(request.model, request.host, request.port, config)
+        return "vllm " + shlex.join([*arguments, *https_arguments(request.tls_dir)])
 
 
 _METRICS_S = 20.0

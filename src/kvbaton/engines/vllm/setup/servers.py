@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from kvbaton.compat.mori.command_lines import switch_variables
-from kvbaton.config import CLUSTER_KEY_VARIABLE, HandoffSettings
+from kvbaton.config import HandoffSettings
 from kvbaton.core.addresses import ControlAddress, in_url
 from kvbaton.core.handoff import Mode
 from kvbaton.core.topology import Shape
-from kvbaton.engines.base import EngineOptions, PreparedEngine
+from kvbaton.engines.base import EngineOptions, PreparedEngine, ssl_arguments
 from kvbaton.engines.vllm.setup.environment import VllmEnvironment
 from kvbaton.errors import ConfigError
 from kvbaton.launch.fleet import FleetPart, core_share
@@ -26,6 +27,7 @@ __all__ = [
     "VllmServers",
     "check_shape",
     "gpu_cache_bytes",
+    "https_arguments",
     "serve_arguments",
     "transfer_config",
 ]
@@ -124,9 +126,16 @@ class VllmServers(PreparedEngine):
             arguments += _gpu_arguments(options)
             # Triton rounds the numbers of a product to 19 bits otherwise, differently in prefill and in decode.
             variables["TRITON_F32_DEFAULT"] = "ieee"
-        url = f"http://{in_url(options.host)}:{port}"
+        variables |= options.tls_variables()
+        arguments += https_arguments(options.tls_dir)
+        url = f"{options.scheme}://{in_url(options.host)}:{port}"
         command = [*self.environment.command, *arguments, *options.arguments]
-        return FleetPart(name, command, f"{url}/health", variables, base_url=url)
+        return FleetPart(name, command, f"{url}/health", variables, base_url=url, tls_dir=options.tls_dir)
+
+
+def https_arguments(tls_dir: Path | None) -> list[str]:
+    """HTTPS with these certificates, for clients that show one of the same authority."""
+    return [*ssl_arguments(tls_dir), "--ssl-cert-reqs", str(int(ssl.CERT_REQUIRED))] if tls_dir is not None else []
 
 
 def _gpu_arguments(options: EngineOptions) -> list[str]:
@@ -170,7 +179,7 @@ def _with_kvbaton(
     part = servers.plain_part(name, port, transfer_config(role, options.handoff, extra))
     return replace(
         part,
-        environment=part.environment | {CLUSTER_KEY_VARIABLE: options.cluster_key},
+        environment=part.environment | options.trust_variables(),
         control_address=str(ControlAddress.of(host, extra["control_port"])),
         handoffs_address=f"{in_url(host)}:{extra['handoffs_port']}",
     )
