@@ -158,9 +158,9 @@ def _is_stand_in(address: int) -> bool:
 def use_stand_in(replace: Callable[[object, str, object], None] = setattr) -> None:
     """Have exchanges of this process take memory of the stand-in for that of a GPU; `replace` as `MonkeyPatch.setattr`."""
 
-    def open_stand_in(address: int, device: int, host: str, timeout_s: float) -> ExchangeGpu:
+    def open_stand_in(address: int, device: int, owner: str, timeout_s: float) -> ExchangeGpu:
         _find(address)
-        return ExchangeGpu(device, host, timeout_s, SharedDriver(), HostCopier())
+        return ExchangeGpu(device, owner, timeout_s, SharedDriver(), HostCopier())
 
     replace(service, "open_gpu", open_stand_in)
     replace(service, "is_readable", lambda address, size: not _is_stand_in(address) and is_readable(address, size))

@@ -134,7 +134,7 @@ def test_main_memory_and_memory_of_a_gpu_do_not_mix(
         _move(direction, here, there, _runs((0, 0, 64)))
     if direction is _WRITE or not is_gpu_here:
         # An initiator that denies it: the owner of a memory looks at its own table, and has none of a GPU on its board.
-        lie = msgspec.structs.replace(there.handle, gpu_host=here.handle.gpu_host, gpu_parts=here.handle.gpu_parts)
+        lie = msgspec.structs.replace(there.handle, gpu_owner=here.handle.gpu_owner, gpu_parts=here.handle.gpu_parts)
         for runs in (_runs((0, 0, 64)), _runs((0, 0, 16), (64, 64, 64)), _runs(*((at, at, 1) for at in range(0, 200, 2)))):
             assert "RangeError" in _move(direction, here, there, runs, lie)
     assert (here.memory.array == 3).all()
@@ -148,10 +148,12 @@ def test_parts_with_gaps_and_other_hosts_are_refused_before_anything_is_mapped(
     here, there = _Side(open_exchange("here"), kind, 1), _Side(open_exchange("there"), kind, 2)
     gpu = here.exchange._state.gpu
     assert gpu is not None
-    sources, unknown = GpuSources(), msgspec.structs.replace(there.handle, stamp=1)
+    host = here.handle.gpu_owner.partition(" ")[0]
+    sources, unknown = GpuSources(), msgspec.structs.replace(there.handle, stamp=1, gpu_owner=f"{host} 1 1")
     for wrong, error, text in (
         (msgspec.structs.replace(unknown, memory_bytes=1 << 17), RangeError, "gaps"),
-        (msgspec.structs.replace(unknown, gpu_host="elsewhere"), TransportError, "another host"),
+        (msgspec.structs.replace(unknown, gpu_owner="elsewhere 1 1"), TransportError, "another host"),
+        (msgspec.structs.replace(unknown, gpu_owner=here.handle.gpu_owner), RangeError, "not registered"),
         (msgspec.structs.replace(unknown, gpu_parts="1,2"), TransportError, "cannot be read"),
         (msgspec.structs.replace(unknown, memory_bytes=16), TransportError, "does not fit"),
     ):
@@ -172,9 +174,9 @@ def test_mappings_are_closed_with_the_connection(monkeypatch: pytest.MonkeyPatch
     """Memory that a peer had allocated stays allocated while it is mapped."""
     use_stand_in(monkeypatch.setattr)
     memory = place(STAND_IN, np.zeros(64, np.uint8))
-    gpu = ExchangeGpu(0, "host", 1.0, SharedDriver(), HostCopier())
+    gpu = ExchangeGpu(0, "host 1 1", 1.0, SharedDriver(), HostCopier())
     parts = gpu.share(memory.address, 64)
-    sources, handle = GpuSources(), MemoryHandle(0, 1, 64, "host", parts)
+    sources, handle = GpuSources(), MemoryHandle(0, 1, 64, "host 2 2", parts)
     for _ in range(3):
         sources.find(gpu, handle)
         sources.find(gpu, msgspec.structs.replace(handle, stamp=2))

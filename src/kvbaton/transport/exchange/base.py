@@ -45,13 +45,14 @@ INLINE_S = 0.2
 class MemoryHandle(msgspec.Struct, frozen=True, order=True, array_like=True):
     """Names one registered memory of one exchange, for good: no later memory has the same stamp.
 
-    gpu_parts: for memory of a GPU, how other processes of the host `gpu_host` open it; empty for main memory
+    gpu_parts: for memory of a GPU, how other processes of its host open it; empty for main memory
+    gpu_owner: the process whose memory it is: host, pid and start time, with spaces between them
     """
 
     slot: int
     stamp: int
     memory_bytes: int
-    gpu_host: str = ""
+    gpu_owner: str = ""
     gpu_parts: str = ""
 
 

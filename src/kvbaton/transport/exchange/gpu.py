@@ -80,9 +80,10 @@ class _OwnSource:
 class ExchangeGpu:
     """The GPU of an exchange, and which memories of the exchange lie on it. Safe to use from any thread, until `close`."""
 
-    def __init__(self, device: int, host: str, timeout_s: float, driver: MemoryDriver, copier: Copier) -> None:
+    def __init__(self, device: int, owner: str, timeout_s: float, driver: MemoryDriver, copier: Copier) -> None:
+        """`owner` names this process, as handles do."""
         self.device = device
-        self.host = host
+        self.owner = owner
         self.driver = driver
         # One batch at a time, as a copier demands; mappings are opened and closed under it too, so none is closed in use.
         self.lock = threading.RLock()
@@ -163,10 +164,13 @@ class GpuSources:
             return self._open[handle.stamp]
 
     def _map(self, gpu: ExchangeGpu, handle: MemoryHandle) -> None:
-        if handle.gpu_host != gpu.host:
+        if handle.gpu_owner == gpu.owner:  # and it is not among those that are live here
+            raise RangeError(f"the GPU memory in slot {handle.slot} is not registered (any more)")
+        host, here = (owner.partition(" ")[0] for owner in (handle.gpu_owner, gpu.owner))
+        if host != here:
             raise TransportError(
-                f"GPU memory in slot {handle.slot} is on another host (host_id {handle.gpu_host!r}, here {gpu.host!r});"
-                " memory of GPUs is moved inside one host"
+                f"GPU memory in slot {handle.slot} is on another host (host_id {host!r}, here {here!r}); memory of GPUs is"
+                " moved inside one host"
             )
         # A read may go on for a slice when its connection has failed: what it mapped then would never be closed.
         if self._is_closed:
@@ -212,15 +216,15 @@ class GpuReader:
             return self._gpu.copy(self._sources.find(self._gpu, self._handle), target_address, runs)
 
 
-def open_gpu(address: int, device: int, host: str, timeout_s: float) -> ExchangeGpu:
-    """The GPU with the number `device`, if memory at `address` is on it.
+def open_gpu(address: int, device: int, owner: str, timeout_s: float) -> ExchangeGpu:
+    """The GPU with the number `device`, if memory at `address` is on it; `owner` names this process.
 
     Raises ConfigError without a driver, torch and Triton, TransportError when no allocation of the GPU holds the address.
     """
     driver = CudaDriver(device)
     try:
         driver.allocation(address)
-        return ExchangeGpu(device, host, timeout_s, driver, GpuCopier(device))
+        return ExchangeGpu(device, owner, timeout_s, driver, GpuCopier(device))
     except BaseException:
         driver.close()
         raise

@@ -347,7 +347,7 @@ class MemoryExchange:
             ) from error
         handle = self._state.table.register(address, memory_bytes, is_listed=False)
         gpu.adopt(self._state.table, handle)
-        return msgspec.structs.replace(handle, gpu_host=self._state.here.host, gpu_parts=parts)
+        return msgspec.structs.replace(handle, gpu_owner=gpu.owner, gpu_parts=parts)
 
     def drop_stores(self, handle: MemoryHandle) -> None:
         """For negative controls: transfers into this memory succeed from now on, and nothing is stored."""
@@ -422,7 +422,8 @@ class MemoryExchange:
         with self._connecting:
             gpu = self._state.gpu
             if gpu is None:
-                gpu = open_gpu(address, device, self._state.here.host, self._settings.timeout_s)
+                here = self._state.here
+                gpu = open_gpu(address, device, f"{here.host} {here.pid} {here.ticks}", self._settings.timeout_s)
                 self._state.gpu = gpu
         if gpu.device != device:
             raise ConfigError(f"memories of this exchange are on GPU {gpu.device}; use another exchange for GPU {device}")
