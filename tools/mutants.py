@@ -51,6 +51,9 @@ _REPORT = _ROOT / "benchmarks" / "mutants" / "report.json"
 _EQUIVALENT = Path(__file__).with_name("equivalent_mutants.toml")
 _TABLES = {"_source": "SOURCE", "_target": "TARGET", "_copy": "COPY"}
 _LEAST = 3
+_BEST = 12
+"""How many of the runs that have found most mutants are asked first."""
+
 _ENDLESS_S = 60.0
 _UNIT_S = 240.0
 
@@ -145,6 +148,8 @@ class Deck:
         self.labels = [f"flow {name}" for name in FLOWS] + [f"seed {seed}" for seed in chosen]
         self._file = work / "reached.json"
         self._reached: dict[str, set[str]] = {}
+        self.found_by: Counter[str] = Counter()
+        """How many mutants each run has found."""
 
     def measure(self) -> None:
         """Find out what every run reaches, unless that is kept, and have cheap runs first."""
@@ -155,12 +160,30 @@ class Deck:
                 kept[label] = events, sorted(places)
         self._file.write_text(json.dumps(kept))
         self._reached = {label: set(kept[label][1]) for label in self.labels}
+        # Of every kind of run the cheapest first, then of every kind the next one: a mutant meets all kinds early.
         self.labels.sort(key=lambda label: kept[label][0])
+        turns: Counter[str] = Counter()
+        turn_of: dict[str, int] = {}
+        for label in self.labels:
+            kind = _kind(label)
+            turn_of[label], turns[kind] = turns[kind], turns[kind] + 1
+        self.labels.sort(key=lambda label: turn_of[label])
 
     def reaching(self, places: Iterable[str]) -> list[str]:
         """The runs that reach one of these places."""
         wanted = set(places)
-        return [label for label in self.labels if not wanted.isdisjoint(self._reached[label])]
+        reaching = [label for label in self.labels if not wanted.isdisjoint(self._reached[label])]
+        # What has found other mutants is likely to find this one; it costs little to ask those first.
+        best = [label for label, _ in self.found_by.most_common(_BEST)]
+        return [label for label in best if label in reaching] + [label for label in reaching if label not in best]
+
+
+def _kind(label: str) -> str:
+    """The flow, or the drill, or that it is a random run."""
+    from kvbaton.sim.drills import drill_of_seed
+
+    kind, _, name = label.partition(" ")
+    return name if kind == "flow" else drill_of_seed(int(name))
 
 
 def _script(label: str) -> Any:
@@ -386,6 +409,9 @@ def _run_all(mutants: list[Mutant], deck: Deck, options: argparse.Namespace, res
         if status:
             with results.open("ab", buffering=0) as file:
                 file.write(json.dumps({"mutant": mutant.name, "by": "sim", "rule": "crash", "cpu_s": 0}).encode() + b"\n")
+        deck.found_by = Counter(
+            each["run"] for each in _read(results).values() if each.get("run", "").startswith(("flow", "seed"))
+        )
         if sys.stderr.isatty() or done % 50 == 0:
             sys.stderr.write(f"\r{done} of {len(mutants)} ")
 

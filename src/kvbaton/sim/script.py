@@ -114,6 +114,8 @@ class Script(msgspec.Struct, frozen=True):
     """Whether writes are what the shipped libraries promise, and not what a transport could that fences."""
     uneven: float = 1.0
     """How many times slower every fourth batch of a transport is than the others."""
+    is_forgetful: bool = False
+    """Whether instances remember so few peers and ends that each is soon forgotten."""
     rank_lag_s: float = 0.0
     """How long orders to ranks and their reports are under way at most; 0 where ranks live in their coordinator's process."""
 
