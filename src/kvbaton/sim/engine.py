@@ -228,7 +228,11 @@ class SourceEngine(_SimEngine):
             span = Span(request.spans, request.computed, end, request.layer, request.layer + 1)
             request.spans += 1
             self.watch.computes(prompt.key, is_complete=False)
-            self.coordinator.spans_ready(prompt.key, (tuple(request.blocks),), (span,))
+            # Engines allocate as they compute: what is announced first has fewer blocks than what follows it.
+            self.coordinator.spans_ready(prompt.key, (tuple(request.blocks[:end]),), (span,))
+            record = self.coordinator.source.live.get(prompt.key)
+            if record is not None and record.state is SourceState.STREAMING:
+                self.watch.streams(self.name, prompt.key, span)
         request.layer += 1
         if request.layer == self.layers:
             request.layer, request.computed = 0, end
@@ -289,6 +293,7 @@ class TargetEngine(_SimEngine):
         if self.refuse_next > 0:
             self.refuse_next -= 1
             self._record(prompt, Outcome.FAILED)
+            self.watch.declined(prompt.key)
             self.coordinator.decline(request, "the queue is full")
             ended(prompt.key, Outcome.FAILED, "refused")
             return

@@ -15,7 +15,7 @@ from kvbaton.core.lifecycle import SourceState, TargetState
 from kvbaton.sim.engine import SimPrompt, SourceEngine, TargetEngine
 from kvbaton.sim.instance import Bugs, Cluster, InstanceShape, SimInstance
 from kvbaton.sim.network import Network
-from kvbaton.sim.script import Fault, FaultKind, RequestScript, Script
+from kvbaton.sim.script import CALM, HARMLESS, LINK_FAULTS, Fault, FaultKind, RequestScript, Script
 from kvbaton.sim.transport import Fabric
 from kvbaton.sim.watch import Watch, kept_for_ever
 from kvbaton.sim.world import SimClock, Violation, World
@@ -95,7 +95,8 @@ class Run:
         self.world = World(script.seed)
         self.world.timeline = [] if keep_timeline else None
         network = Network(self.world, lambda address, frame, sender: self.cluster.arrive(address, frame, sender))
-        network.is_ordered = not script.faults
+        is_calm = all(fault.kind in CALM for fault in script.faults) and all(each.steal_id < 0 for each in script.requests)
+        network.is_ordered = is_calm
         fabric = Fabric(self.world, network, script.late_writes, script.move_s, script.uneven, script.library_writes)
         fabric.stop_within_s = limits.stop_timeout - 2 * script.rank_lag_s - _ROUND_TRIP_S
         settings = HandoffSettings(integrity=script.integrity, aux_channel=script.aux_channel)
@@ -112,7 +113,7 @@ class Run:
         )
         slowest_s = 2.0 * script.move_s * script.uneven + 4 * script.rank_lag_s
         self.cluster.watch = Watch(
-            self.world, limits, settings, is_calm=not script.faults, has_area=not script.rank_lag_s, slowest_s=slowest_s
+            self.world, limits, settings, is_calm=is_calm, has_area=not script.rank_lag_s, slowest_s=slowest_s
         )
         self.cluster.is_forgetful = script.is_forgetful
         if script.library_writes and script.unfenced_writes:
@@ -279,7 +280,8 @@ class Run:
     def _is_reached(self, client: _Client) -> bool:
         """Whether a fault that has struck can have reached this request: at one of its two instances, or at itself.
 
-        Preemption excuses nothing: the prompt is computed again, and its client gets its answer. Where sources write and cannot
+        Preemption excuses nothing: the prompt is computed again, and its client gets its answer. Nor does what is sent twice,
+        or one short disturbance, shorter than any limit: what was lost is asked for again, and what waited goes on. Where sources write and cannot
         be fenced one by one, a fault at one of them may make a target register its memory anew, which fails what others write.
         """
         if self.is_disturbed or client in self.probes:
@@ -291,13 +293,14 @@ class Run:
             return True
         ends = {f"p{script.prefill}", f"d{script.decode}"}
         is_reset = self.script.unfenced_writes and script.mode is Mode.PUSH
+        short = [fault for fault in self._struck if fault.is_short]
         for fault in self._struck:
-            if fault.kind is FaultKind.PREEMPT:
+            if fault.kind in HARMLESS or short == [fault]:
                 continue
             if fault.kind in (FaultKind.CANCEL_SOURCE, FaultKind.CANCEL_TARGET):
                 if key in self.clients[fault.number % len(self.clients)].keys:
                     return True
-            elif is_reset or not ends.isdisjoint((fault.who, fault.other)):
+            elif is_reset or (ends == {fault.who, fault.other} if fault.kind in LINK_FAULTS else fault.who in ends):
                 return True
         return False
 

@@ -17,7 +17,7 @@ from kvbaton.agent.rank import RankAgent
 from kvbaton.agent.rank_orders import CloseCopy, CopyId, MoveSpans, OpenCopy, RankOrder, ReadAux, SumSpans
 from kvbaton.config import HandoffSettings, Limits
 from kvbaton.core.bounded import BoundedMap
-from kvbaton.core.handoff import AuxChannel, HandoffKey, Outcome
+from kvbaton.core.handoff import AuxChannel, HandoffKey, Outcome, Span
 from kvbaton.core.messages import (
     Announced,
     AuxSent,
@@ -52,6 +52,8 @@ class _Waiting:
     sides: set[str] = field(default_factory=set)
     is_offered: bool = False
     is_allocated: bool = False
+    over_since: float | None = None
+    """When one side has ended while the other was live: that one has to follow."""
     last_s: float = 0.0
 
 
@@ -71,6 +73,7 @@ class Watch:
         self._orders: set[tuple[object, ...]] = set()
         self._waiting: dict[HandoffKey, _Waiting] = {}
         self._sent: Counter[tuple[object, ...]] = Counter()
+        self._announced: set[tuple[str, HandoffKey, Span]] = set()
         self._sent_at: dict[tuple[object, ...], float] = {}
         self.seen_at: dict[tuple[str, HandoffKey], float] = {}
         """When an instance last received a message about a hand-off."""
@@ -114,6 +117,8 @@ class Watch:
         if key is None:
             return
         self.touch(key)
+        if isinstance(message, Announced):
+            self._announced |= {(name, key, span) for span in message.spans}
         if not self._is_calm:
             return
         kind, grant = type(message), getattr(message, "grant", 0)
@@ -172,6 +177,11 @@ class Watch:
             self.touch(key)
             waiting.is_offered = is_complete
 
+    def streams(self, name: str, key: HandoffKey, span: Span) -> None:
+        """The source's engine has computed a span, with a grant in hand: by now it is announced."""
+        if (name, key, span) not in self._announced:
+            self._world.find("prompt", f"{name}: {key}: {span} is computed, granted and not announced")
+
     def allocated(self, key: HandoffKey) -> None:
         """The target's engine has blocks."""
         if (waiting := self._waiting.get(key)) is not None:
@@ -182,6 +192,11 @@ class Watch:
         """An engine cancels a hand-off that is live: unless it ends for another reason already, it ends as cancelled."""
         if not is_ending:
             self._cancelled.setdefault((name, key), Outcome.CANCELLED)
+
+    def declined(self, key: HandoffKey) -> None:
+        """A target's engine refuses a request: its source has to be notified."""
+        if (waiting := self._waiting.get(key)) is not None:
+            waiting.over_since = self._world.now
 
     def on_event(self, name: str, event: EngineEvent) -> None:
         """An engine is notified."""
@@ -195,9 +210,19 @@ class Watch:
             if event.outcome is not Outcome.DELIVERED and not event.reason:
                 self._world.find("named end", f"{name}: {event.key} ended as {event.outcome} without a reason")
         if (waiting := self._waiting.get(event.key)) is not None:
-            waiting.sides.discard("source" if isinstance(event, SourceEnded) else "target")
+            side = "source" if isinstance(event, SourceEnded) else "target"
+            self._check_followed(event.key, waiting, side)
+            waiting.sides.discard(side)
             if not waiting.sides:
                 del self._waiting[event.key]
+
+    def _check_followed(self, key: HandoffKey, waiting: _Waiting, side: str) -> None:
+        """What has ended on one side ends on the other as soon as that can be notified: with a heartbeat at the latest."""
+        if waiting.over_since is not None and side in waiting.sides and self._is_prompt:
+            waited_s = self._world.now - waiting.over_since
+            if waited_s > self._patient_s + self._limits.beat_s:
+                self._world.find("prompt", f"{key}: the {side} ended {waited_s:.3f} s after the other side")
+        waiting.over_since = self._world.now if len(waiting.sides) > 1 else None
 
     def touch(self, key: HandoffKey) -> None:
         """Something was done for a hand-off. Unless an engine was waited for, something was done just before, too."""
