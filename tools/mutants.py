@@ -170,7 +170,7 @@ class Deck:
         self.labels.sort(key=lambda label: turn_of[label])
 
     def reaching(self, places: Iterable[str], near: Iterable[str]) -> list[str]:
-        """The runs that reach one of these places: first what found most other mutants, then those that take rare turns `near` it.
+        """The runs that reach one of these places, first those that found most other mutants, or take rare turns `near` it.
 
         A guard that is forced to one value matters only where it has the other one: there the lines behind it are reached, or
         left out, as in few other runs.

@@ -281,8 +281,10 @@ class Run:
         """Whether a fault that has struck can have reached this request: at one of its two instances, or at itself.
 
         Preemption excuses nothing: the prompt is computed again, and its client gets its answer. Nor does what is sent twice,
-        or one short disturbance, shorter than any limit: what was lost is asked for again, and what waited goes on. Where sources write and cannot
-        be fenced one by one, a fault at one of them may make a target register its memory anew, which fails what others write.
+        or one short disturbance, shorter than any limit: what was lost is asked for again, and what waited goes on.
+
+        Where sources write and cannot be fenced one by one, a fault at one of them may make a target register its memory anew,
+        which fails what others write.
         """
         if self.is_disturbed or client in self.probes:
             return True
