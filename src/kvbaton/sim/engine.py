@@ -361,7 +361,9 @@ class TargetEngine(_SimEngine):
             for memory in self.memories:
                 memory.fill(block, POISON)
         blocks = (tuple(cached + request.blocks),)
-        self.watch.allocated(request.prompt.key)
+        if needed:
+            # Of what is cached altogether ranks report inside the engine's call, and here that waits for the next turn.
+            self.watch.allocated(request.prompt.key)
         self.coordinator.allocated(Allocation(request.request, blocks, request.prompt.tokens, len(cached)))
 
     def _on_landed(self, event: Landed) -> None:
