@@ -901,3 +901,11 @@ def test_what_ends_without_a_grant_is_declined_for_its_prompt_alone(rig: Rig) ->
     rig.side.expect(rig.request(), card_of("s1", RANKS))
     rig.side.cancel(KEY, "gone")
     assert [(stop.grant, stop.prompt) for stop in rig.sent(Stop)] == [(0, "p")]
+
+
+def test_a_heartbeat_of_another_source_renews_no_deadline(rig: Rig) -> None:
+    rig.grant()
+    rig.pass_time(0.9 * LIMITS.transfer_timeout)
+    rig.side.on_heartbeat(S2, Heartbeat(from_source=True, live=((KEY, 1),)))
+    rig.pass_time(0.2 * LIMITS.transfer_timeout)
+    assert outcomes(rig.take_events()) == [Outcome.EXPIRED]
