@@ -134,7 +134,7 @@ class Run:
         self._uses: Counter[HandoffKey] = Counter()
         self._pending = sorted(script.faults, key=lambda fault: fault.at_event)
         self.is_disturbed = False
-        """Whether a failure of any request is excused, whichever faults the script has."""
+        """Whether a failure of any request is excused, whichever faults the script has, and so is what was found beside."""
         self._struck: list[Fault] = []
         self._live_grants: dict[str, set[tuple[str, int]]] = {}
         self._over_grants: dict[str, set[tuple[str, int]]] = {}
@@ -156,7 +156,7 @@ class Run:
             self._check_end()
             self._check_healed()
         outcomes = self._check_pairs()
-        if not self.world.violations:
+        if not self.world.violations and not self.is_disturbed:
             self._check_kept()
             self.world.violations += self.world.findings
         timeline = self.world.timeline or []

@@ -217,8 +217,11 @@ class Watch:
                 del self._waiting[event.key]
 
     def _check_followed(self, key: HandoffKey, waiting: _Waiting, side: str) -> None:
-        """What has ended on one side ends on the other as soon as that can be notified: with a heartbeat at the latest."""
-        if waiting.over_since is not None and side in waiting.sides and self._is_prompt:
+        """What has ended at its target ends at its source as soon as that can be notified: with a heartbeat at the latest.
+
+        Not the other way round: a source that ends before it has the grant does not know its target.
+        """
+        if waiting.over_since is not None and side == "source" and side in waiting.sides and self._is_prompt:
             waited_s = self._world.now - waiting.over_since
             if waited_s > self._patient_s + self._limits.beat_s:
                 self._world.find("prompt", f"{key}: the {side} ended {waited_s:.3f} s after the other side")
