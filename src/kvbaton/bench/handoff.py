@@ -135,18 +135,24 @@ class _BarePair:
         bench = self._bench
         count = bench.handoffs + 2 * level
         task = Task(name, bench.mode, count, level, bench.tokens, bench.chunk_tokens, bench.every_byte)
-        cpu = self.source.cpu_s(), self.target.cpu_s()
+        before = self._cpu()
         self._relay.begin(task, self.source, self.target)
         ends = [self._relay.ends[name, process.name] for process in (self.source, self.target)]
         self._relay.wait(lambda: all(len(side) == count for side in ends), f"{count} hand-offs at {level} in flight", _ROUND_S)
-        source_cpu, target_cpu = self.source.cpu_s() - cpu[0], self.target.cpu_s() - cpu[1]
+        spent = {name: (seconds - before[name]) / count for name, seconds in self._cpu().items()}
         measured = ends[1][level : level + bench.handoffs]
         return {
             "seconds": [measured[-1].at - ends[1][level - 1].at],
             "latencies": [round(end.seconds, 5) for end in measured],
             "incomplete": [float(_not_delivered(ends[0]) + _not_delivered(ends[1]))],
-            "source_cpu": [source_cpu / count],
-            "target_cpu": [target_cpu / count],
+            **{name: [seconds] for name, seconds in spent.items()},
+        }
+
+    def _cpu(self) -> dict[str, float]:
+        """Processor seconds of each side so far, and what of them its stand-in for an engine used."""
+        sides = {"source": self.source, "target": self.target}
+        return {f"{name}_cpu": side.cpu_s() for name, side in sides.items()} | {
+            f"{name}_engine_cpu": side.engine_cpu_s() for name, side in sides.items()
         }
 
     def problems(self) -> Iterator[str]:
@@ -258,7 +264,8 @@ def _latency(case: _HandoffCase, rounds: list[Round], percent: int) -> float:
 
 
 def _settings(bench: HandoffBench, case: _HandoffCase, rounds: list[Round]) -> dict[str, Setting]:
-    cpu = {f"{side}_cpu_us": _cpu_us(case, rounds, side) for side in ("source", "target")}
+    sides = ("source", "target", "source_engine", "target_engine")
+    cpu = {f"{side}_cpu_us": _cpu_us(case, rounds, side) for side in sides}
     return {**bench.described(), "concurrency": case.level, "integrity": str(case.integrity), **cpu}
 
 
