@@ -90,6 +90,8 @@ class Loops:
         word = ctypes.c_uint32
         self._sum_pieces.argtypes = [pointer, ctypes.c_int64, pointer, number, pointer, number, word, pointer]
         self._sum_pieces.restype = ctypes.c_int64
+        self.limit_sums = code.limit_sums
+        self.limit_sums.argtypes = [ctypes.c_int]
         self.can_sum = self._sums_as_zlib()
         """Whether `sum` gives what zlib gives: the peer may have no compiler, and compares our sums with its own."""
 
