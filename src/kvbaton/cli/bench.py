@@ -130,7 +130,7 @@ def handoff(
         rounds,
         every_byte,
         idle,
-        beside_nixl=peer == "nixl",
+        beside_nixl=bool(peer),
     )
     return _finish("handoff", run_handoff_bench(bench, _progress), bench.described(), output)
 

@@ -78,7 +78,7 @@ class Loops:
         self.close_crew.argtypes, self.close_crew.restype = [pointer], None
         self.copy_runs.argtypes = [pointer, pointer, pointer, pointer, number, number, number, pointer, size, size]
         self.copy_runs.restype = size
-        # Calls that take microseconds keep the interpreter's lock: a thread that lets go of it may wait milliseconds for it.
+        # Calls that take microseconds keep the interpreter's lock: a thread that releases it may wait milliseconds for it.
         holding = ctypes.PyDLL(str(library))
         self._check_runs, self._check_few = code.check_runs, holding.check_runs
         for check in (self._check_runs, self._check_few):

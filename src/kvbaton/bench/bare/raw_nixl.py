@@ -66,7 +66,7 @@ _notification_decoder: msgspec.msgpack.Decoder[_Asked | _Ready | _Done] = msgspe
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class _Introduction(msgspec.Struct, frozen=True):
+class _NixlIntroduction(msgspec.Struct, frozen=True):
     """What two agents send each other first, over a socket."""
 
     metadata: bytes
@@ -218,10 +218,10 @@ class RawNixlAgents:
     def _meet(self, sock: socket.socket) -> None:
         """Exchange metadata with the one peer, and send it what has waited for it."""
         data = self._pages.data
-        own = _encode(_Introduction(self._nixl.get_agent_metadata(), data.ctypes.data, self._pages.blocks))
+        own = _encode(_NixlIntroduction(self._nixl.get_agent_metadata(), data.ctypes.data, self._pages.blocks))
         sock.sendall(len(own).to_bytes(_SIZE_BYTES, "big") + own)
         size = int.from_bytes(_exactly(sock, _SIZE_BYTES), "big")
-        other = msgspec.msgpack.decode(_exactly(sock, size), type=_Introduction)
+        other = msgspec.msgpack.decode(_exactly(sock, size), type=_NixlIntroduction)
         name = self._nixl.add_remote_agent(other.metadata)
         self._partner = _Partner(name, self._prepare(name, other.address, other.blocks))
         for text in self._unsent:
