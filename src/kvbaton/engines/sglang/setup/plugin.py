@@ -8,7 +8,7 @@ from typing import Any
 
 from kvbaton.core.handoff import AuxChannel, Mode
 from kvbaton.core.topology import Shape
-from kvbaton.engines.base import CommandRequest, EngineOptions, EnginePlugin, ModelFacts, Progress, Support
+from kvbaton.engines.base import CommandRequest, EngineOptions, EnginePlugin, ModelFacts, Progress, Support, ssl_arguments
 from kvbaton.engines.embedded.models import find_model
 from kvbaton.engines.embedded.weights import locate_model
 from kvbaton.engines.sglang.settings import CONFIG_VARIABLE, parse_settings
@@ -90,6 +90,7 @@ class SglangPlugin(EnginePlugin):
         parsed = parse_settings(settings)
         parsed.check_bind(request.host)
         arguments = serve_arguments(request.model, request.host, request.port, request.role, "kvbaton", request.control_port)
+        arguments += ssl_arguments(request.tls_dir)
         return f"{CONFIG_VARIABLE}={shlex.quote(settings)} python -m sglang.launch_server {shlex.join(arguments)}"
 
 
