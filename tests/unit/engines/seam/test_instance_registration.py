@@ -11,6 +11,7 @@ from typing import cast
 
 import pytest
 
+from kvbaton.config import Trust
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Incarnation, Mode
 from kvbaton.core.topology import Shape
@@ -138,7 +139,7 @@ def test_an_instance_registers_its_true_sizes(monkeypatch: pytest.MonkeyPatch) -
         model=ModelIdentity("model", "print"),
         routers=["127.0.0.1:9"],
         is_used=lambda: False,
-        cluster_key=None,
+        trust=Trust(),
         shape=Shape.parse("dp2,pp3,tp4"),
     )
     assert [(each.dp_size, each.pp_size, each.tp_size) for each in sent] == [(2, 3, 4)]
