@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-__all__ = ["command_line", "descendants", "is_running", "processor_s", "shared_files", "wait_until"]
+__all__ = ["command_line", "descendants", "is_running", "listening_ports", "processor_s", "shared_files", "wait_until"]
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -42,6 +42,16 @@ def command_line(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except (FileNotFoundError, ProcessLookupError):
         return ""
+
+
+def listening_ports(pid: int) -> set[int]:
+    """The TCP ports on which a process listens."""
+    held = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            held.add(str(path.readlink()))
+    rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    return {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in held}
 
 
 def shared_files(pids: Iterable[int]) -> set[Path]:

@@ -32,6 +32,7 @@ __all__ = [
     "AllowList",
     "HandoffSettings",
     "Limits",
+    "TLS_DIR_VARIABLE",
     "OnFailure",
     "Trust",
     "carries_token",
@@ -46,6 +47,9 @@ log = logging.getLogger(__name__)
 
 CLUSTER_KEY_VARIABLE = "KVBATON_CLUSTER_KEY"
 """The environment variable that may hold the cluster key; never a command line: every user of the host can read it."""
+
+TLS_DIR_VARIABLE = "KVBATON_TLS_DIR"
+"""The environment variable that may name the directory with the certificates of the cluster."""
 
 HTTP_KEY_HEADER = "x-kvbaton-key"
 """The HTTP header in which a holder of the cluster key proves it to an instance: its value is `http_token(key)`."""
@@ -187,10 +191,12 @@ class Trust:
     """Which peers are admitted: holders of the cluster key, addresses on the allow-list, both if both are set, else loopback.
 
     A client can put any address into a request, so an address is a hint: it is dialled only if `dial_refusal` allows it.
+    With the certificates of `tls_dir`, every connection is encrypted, and both ends show one (`wire/tls.py`).
     """
 
     key: bytes | None = field(default=None, repr=False)
     allowed: AllowList | None = None
+    tls_dir: Path | None = None
 
     def dial_refusal(self, host: str) -> str | None:
         """Why `host` must not be dialled; None when it may be."""
@@ -236,9 +242,12 @@ def parse_trust(
     environment: Mapping[str, str] | None = None,
     allow: Iterable[str] = (),
     *,
+    tls_dir: Path | None = None,
     resolve: Callable[[str], Iterable[str]] = _resolve,
 ) -> Trust:
     """Read the cluster key, from the file if one is named, else from the environment, and the allow-list.
+
+    The directory of the certificates comes from the environment as well, where none is named.
 
     Raises ConfigError that names the setting and never shows the key.
     """
@@ -256,7 +265,9 @@ def parse_trust(
         else:
             names.add(entry.lower())
             networks += _networks_of(entry, resolve)
-    return Trust(key, AllowList(tuple(networks), frozenset(names)) if networks else None)
+    if tls_dir is None and environment is not None and environment.get(TLS_DIR_VARIABLE):
+        tls_dir = Path(environment[TLS_DIR_VARIABLE])
+    return Trust(key, AllowList(tuple(networks), frozenset(names)) if networks else None, tls_dir)
 
 
 def _read_key(path: Path) -> bytes:

@@ -5,6 +5,7 @@ A transport is added by its entry in the table (or an entry point) alone; there 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -47,7 +48,7 @@ class ContractKind:
     def open(self, region: Region, settings: TransportSettings, faults: Faults | None = None) -> Transport:
         """A transport over `region`, with faults where there are some."""
         opener = load(self.in_process) if self.in_process else functools.partial(open_entry, self.entry)
-        inner: Transport = opener(region, settings)
+        inner: Transport = opener(region, dataclasses.replace(settings, tls=self.variant.tls()))
         return FaultyTransport(inner, region, faults or Faults()) if faults or self.is_faulty else inner
 
     def why_skipped(self) -> str:
@@ -96,6 +97,8 @@ def params(kinds: list[ContractKind]) -> list[object]:
     made: list[object] = []
     for kind in kinds:
         why = kind.why_skipped()
+        if not why:
+            kind.variant.tls()  # before the other process is started, which takes over what is made here
         marks = [pytest.mark.skip(reason=f"{why}; see make test-compat")] if why else []
         made.append(pytest.param(kind, id=kind.variant.kind, marks=marks))
     return made

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -121,6 +123,62 @@ def test_it_fits_a_phone_and_the_dark(page: Page, width: int, height: int, schem
     assert abs(paper - ink) > 150
     assert (paper < ink) == (scheme == "dark")
     picture(page, f"page-{scheme}-{width}")
+
+
+LIVE_ROWS = "document.querySelectorAll('.instance-row').length"
+FIRST_CAUSE = "document.querySelector('#causes td:nth-child(2)')?.textContent ?? '0'"
+
+
+def test_the_live_page_shows_hand_offs_bytes_and_failures_as_they_happen(page: Page, stand: Stand) -> None:
+    page.click("#to-live")
+    page.wait(f"location.pathname === '/page/live.html' && {LIVE_ROWS} === 2", "both instances are shown")
+    seen = "window.seen = {rates: new Set(), underWay: new Set()}"
+    look = "() => { window.seen.rates.add(at('rate')); window.seen.underWay.add(at('under-way')); }"
+    watched = "document.querySelector('main'), {subtree: true, childList: true, characterData: true}"
+    page.run(
+        f"{seen}; window.at = (id) => document.getElementById(id).textContent; new MutationObserver({look}).observe({watched})"
+    )
+    stop = threading.Event()
+
+    def load() -> None:
+        number = 0
+        while not stop.is_set():
+            number += 1
+            stand.client.complete(f"{number} " + "a long prompt whose cache is handed over " * 20, max_tokens=2)
+
+    clients = [threading.Thread(target=load, daemon=True) for _ in range(3)]
+    for client in clients:
+        client.start()
+    try:
+        page.wait("[...window.seen.rates].some((rate) => /^[1-9].* [kMG]B\\/s$/.test(rate))", "bytes per second are shown")
+        page.wait("[...window.seen.underWay].some((count) => Number(count) > 0)", "hand-offs under way are shown")
+        page.wait("Number(at('requests')) > 0", "requests in flight are shown")
+        page.call("Emulation.setDeviceMetricsOverride", width=1280, height=800, deviceScaleFactor=1, mobile=False)
+        picture(page, "live")
+        before = int(page.run(FIRST_CAUSE))
+        stand.signal("decode", signal.SIGSTOP)  # in mid-transfer, so that the source gives up on it
+        page.wait(f"{LIVE_ROWS} === 1 || document.querySelector('.reason') !== null", "it is shown as silent, or gone")
+        stand.signal("decode", signal.SIGCONT)
+        page.wait(f"{LIVE_ROWS} === 2 && document.querySelector('.reason') === null", "it is back")
+        stand.kill("decode")
+        page.wait(
+            "[...document.querySelectorAll('#events .failure')].some((line) => line.textContent.includes('has left'))",
+            "it has left",
+        )
+        page.wait(f"Number({FIRST_CAUSE}) > {before}", "what failed with it is counted by its cause")
+        assert page.run("document.querySelector('#causes td').textContent") not in ("", "none")
+        stand.fleets.pop("decode").stop()
+        stand.start("decode", "decode")
+        page.wait("document.querySelector('#events').textContent.includes('has joined')", "its successor has joined")
+    finally:
+        stop.set()
+        for client in clients:
+            client.join(60)
+    page.call("Emulation.setDeviceMetricsOverride", width=360, height=640, deviceScaleFactor=1, mobile=True)
+    assert page.run("document.documentElement.scrollWidth") <= 360
+    page.run("document.getElementById('to-live').focus()")
+    page.press("Enter")
+    page.wait("location.pathname === '/'", "the keyboard leads back to the chat")
 
 
 def test_instances_that_die_and_come_back_are_shown_and_an_error_can_be_tried_again(page: Page, stand: Stand) -> None:

@@ -33,6 +33,7 @@ from kvbaton.transport.neighbour import is_gone
 from kvbaton.wire.door import Door, DoorLimits, EndCause, PeerConnection, listen_on
 from kvbaton.wire.log_limit import LogLimit, shown
 from kvbaton.wire.lookup import Lookups
+from kvbaton.wire.tls import cluster_tls
 
 __all__ = ["FRAMES_PER_TURN", "ControlSockets", "Dropped"]
 
@@ -65,6 +66,7 @@ class Dropped(enum.StrEnum):
     WRONG_FRAMES = "wrong number of frames"
     NOT_ALLOWED = "not on the allow-list"
     NOT_AUTHENTICATED = "not authenticated"
+    TLS_FAILED = "not encrypted as it has to be"
     NOT_A_MESSAGE = "not a message"
     OTHER_SENDER = "another incarnation on the same connection"
     SILENT = "no handshake in time"
@@ -78,11 +80,18 @@ _DROPPED_BY_END = {
     EndCause.TOO_LONG: Dropped.NOT_A_MESSAGE,
     EndCause.TOO_MANY_PARTS: Dropped.WRONG_FRAMES,
     EndCause.NOT_AUTHENTICATED: Dropped.NOT_AUTHENTICATED,
+    EndCause.TLS_FAILED: Dropped.TLS_FAILED,
     EndCause.SILENT: Dropped.SILENT,
     EndCause.STALLED: Dropped.STALLED,
     EndCause.NO_ROOM: Dropped.NO_ROOM,
 }
-_NO_PEER = (EndCause.NOT_ZMTP, EndCause.TOO_LONG, EndCause.TOO_MANY_PARTS, EndCause.NOT_AUTHENTICATED)
+_NO_PEER = (
+    EndCause.NOT_ZMTP,
+    EndCause.TLS_FAILED,
+    EndCause.TOO_LONG,
+    EndCause.TOO_MANY_PARTS,
+    EndCause.NOT_AUTHENTICATED,
+)
 
 
 class _Dialled:
@@ -122,6 +131,7 @@ class ControlSockets:
             self._limits,
             self._on_end,
             key=self._trust.key,
+            tls=cluster_tls(self._trust.tls_dir),
             on_open=self._on_open,
             refusal=self._refusal,
         )

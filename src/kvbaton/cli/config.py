@@ -87,6 +87,7 @@ def config(
         limits=limits,
         cluster_key_file=trust.cluster_key_file,
         allow=trust.allow,
+        tls_dir=trust.tls_dir,
     )
     sys.stdout.write(find_engine(engine, "ENGINE").command_line(request) + "\n")
     return 0

@@ -16,6 +16,7 @@ from kvbaton.cli.bench import bench_app
 from kvbaton.cli.config import config_app
 from kvbaton.cli.doctor import doctor
 from kvbaton.cli.explain import explain
+from kvbaton.cli.keys import keys
 from kvbaton.cli.output import flush_outputs
 from kvbaton.cli.router import router
 from kvbaton.cli.serve import serve
@@ -37,7 +38,7 @@ def make_app() -> App:
         help="Hands the KV cache of a language model from a prefill instance to a decode instance.",
         version=__version__,
     )
-    for command in (up, verify, sim, serve, router, explain, doctor, bench_app, config_app):
+    for command in (up, verify, sim, serve, router, explain, doctor, keys, bench_app, config_app):
         app.command(command)
     return app
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from kvbaton import __version__
-from kvbaton.config import HandoffSettings, Limits
+from kvbaton.config import HandoffSettings, Limits, Trust
 from kvbaton.engines.table import engine_names, known_engine
 from kvbaton.transport.table import transport_entry, transport_names
 
@@ -31,6 +31,7 @@ __all__ = [
     "TransportName",
     "TrustOptions",
     "json_document",
+    "set_up_tls",
     "print_json",
 ]
 
@@ -88,10 +89,14 @@ class TrustOptions:
         file that holds the key all instances share; the variable KVBATON_CLUSTER_KEY may hold it instead.
     allow
         IP address, network or host name that peers may have; may be repeated.
+    tls_dir
+        directory with the certificates of `kvbaton keys` (ca.crt, tls.crt, tls.key), which the variable KVBATON_TLS_DIR may
+        name instead: every connection is encrypted, and both ends show a certificate.
     """
 
     cluster_key_file: Path | None = None
     allow: Annotated[tuple[str, ...], Parameter(negative=())] = ()
+    tls_dir: Path | None = None
 
 
 HandoffOptions = Annotated[HandoffSettings, Parameter(name="*", negative=())]
@@ -102,6 +107,19 @@ LimitOptions = Annotated[Limits, Parameter(name="*")]
 
 DEFAULT_LIMITS = Limits()
 NO_TRUST = TrustOptions()
+
+
+def set_up_tls(trust: Trust, *, encrypt: bool) -> Path | None:
+    """The certificates of a set-up on this machine: those of the environment, or new ones, or none. Raises ConfigError."""
+    if trust.tls_dir is None and encrypt:
+        from kvbaton.wire.certificates import trial_tls
+
+        return trial_tls().folder
+    if trust.tls_dir is not None:
+        from kvbaton.wire.tls import cluster_tls
+
+        cluster_tls(trust.tls_dir)
+    return trust.tls_dir
 
 
 def print_json(command: str, ok: bool, settings: Mapping[str, object], **found: object) -> None:

@@ -26,6 +26,7 @@ def router(
     transfer_mode: Literal["READ", "WRITE", "auto", "first"] = "auto",
     p2p_mode: Literal["READ", "WRITE"] | None = None,
     cluster_key_file: Path | None = None,
+    tls_dir: Path | None = None,
     forward_header: Annotated[tuple[str, ...] | None, Parameter(negative=())] = None,
     allow_host: Annotated[tuple[str, ...], Parameter(negative=())] = (),
     verbose: bool = False,
@@ -47,6 +48,9 @@ def router(
     cluster_key_file
         file that holds the key all instances share; the variable KVBATON_CLUSTER_KEY may hold it instead. Only kvbaton's
         instances with this key are admitted; without a key, all are.
+    tls_dir
+        directory with the certificates of `kvbaton keys`, which the variable KVBATON_TLS_DIR may name instead: registrations
+        and calls to instances are encrypted, and both ends show a certificate. Clients are served HTTP as before.
     forward_header
         header of clients that instances see; may be repeated. By default Authorization (unless the router has keys of its
         own), traceparent, tracestate and X-Session-Id.
@@ -65,6 +69,7 @@ def router(
     from kvbaton.router.settings import DEFAULT_FORWARD_HEADERS, RouterSettings
 
     set_up_logging(verbose)
+    trust = parse_trust(cluster_key_file, os.environ, tls_dir=tls_dir)
     settings = RouterSettings(
         discovery_host=discovery_host or options.host,
         transfer_mode=None if transfer_mode in ("auto", "first") else TransferMode(transfer_mode),
@@ -72,7 +77,8 @@ def router(
         p2p_mode=None if p2p_mode is None else TransferMode(p2p_mode),
         api_keys=_api_keys(os.environ.get(_API_KEY_VARIABLE, "")),
         instance_api_key=os.environ.get(_INSTANCE_KEY_VARIABLE) or None,
-        cluster_key=parse_trust(cluster_key_file, os.environ).key,
+        cluster_key=trust.key,
+        tls_dir=trust.tls_dir,
         allow_hosts=allow_host,
         forward_headers=DEFAULT_FORWARD_HEADERS if forward_header is None else forward_header,
         **asdict(options),

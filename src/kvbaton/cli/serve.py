@@ -79,7 +79,7 @@ def serve(
     from kvbaton.engines.embedded.instance import InstanceSettings, serve_instance
 
     set_up_logging(verbose)
-    trusted = parse_trust(trust.cluster_key_file, os.environ, trust.allow)
+    trusted = parse_trust(trust.cluster_key_file, os.environ, trust.allow, tls_dir=trust.tls_dir)
     trusted.check_bind(instance.host)
     settings = InstanceSettings(
         **asdict(instance),

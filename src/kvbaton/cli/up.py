@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, cast
 from rich.console import Console
 from rich.panel import Panel
 
-from kvbaton.cli.options import EngineName, HandoffOptions, ModelName, TransportName
+from kvbaton.cli.options import EngineName, HandoffOptions, ModelName, TransportName, set_up_tls
 from kvbaton.cli.output import SafeOutput
 from kvbaton.cli.running import end_like_ctrl_c
 from kvbaton.config import DEFAULT_HANDOFF
@@ -44,6 +44,7 @@ def up(
     handoff: HandoffOptions = DEFAULT_HANDOFF,
     restarts: int = DEFAULT_RESTARTS,
     ray: bool = False,
+    encrypt: bool = False,
     verbose: bool = False,
 ) -> int:
     """Start a router, prefill and decode instances on this machine, and a chat page to use them.
@@ -70,6 +71,8 @@ def up(
     ray
         run the parts as replicas of Ray Serve, on the cluster that RAY_ADDRESS names or a new one of this machine; Serve
         restarts what dies. `host` and `port` are those of Serve. Needs the extra `ray`.
+    encrypt
+        encrypt every connection between the parts, with the certificates of KVBATON_TLS_DIR if it is set, else with new ones.
     verbose
         show everything that the parts log.
     """
@@ -89,10 +92,10 @@ def up(
         raise ConfigError(f"--restarts is {restarts}; it must be how often a part may be restarted, or 0 for never")
     check_writes(transport, handoff.unfenced_writes)
     check_port_free(host, port, "--port")
-    parse_trust(None, os.environ)
+    tls_dir = set_up_tls(parse_trust(None, os.environ), encrypt=encrypt)
     plugin = find_engine(engine)
     cluster_key = os.environ.get(CLUSTER_KEY_VARIABLE) or new_cluster_key()
-    options = EngineOptions(model, transport, prefill + decode, handoff, cluster_key=cluster_key)
+    options = EngineOptions(model, transport, prefill + decode, handoff, cluster_key=cluster_key, tls_dir=tls_dir)
     sides = [replace(options, shape=shape) for shape in (prefill_shape, decode_shape)]
     for side in sides:
         plugin.check_support(side)
@@ -112,7 +115,7 @@ def up(
         started = time.monotonic()
         with Fleet(lambda name, line: _show_line(console, name, line, verbose)) as fleet:
             try:
-                fleet.start(router_part(host, port, discovery_port, cluster_key=cluster_key))
+                fleet.start(router_part(host, port, discovery_port, cluster_key=cluster_key, tls_dir=tls_dir))
                 for part in pair_parts(prepared[0], prepared[1], (prefill, decode), ports, discovery_port):
                     fleet.start(part)
                 fleet.wait_healthy(plugin.healthy_within_s, lambda name: console.print(f"  [green]✓[/] {name} is healthy"))

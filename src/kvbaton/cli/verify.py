@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kvbaton.cli.options import EngineName, HandoffOptions, JsonOption, TransportName
+from kvbaton.cli.options import EngineName, HandoffOptions, JsonOption, TransportName, set_up_tls
 from kvbaton.cli.running import end_like_ctrl_c
 from kvbaton.config import DEFAULT_HANDOFF
 from kvbaton.engines.table import DEFAULT_ENGINE
@@ -34,6 +35,7 @@ def verify(
     transport: TransportName = "local",
     settings: Annotated[VerifySettings, Parameter(name="*")] = _DEFAULT_SETTINGS,
     handoff: HandoffOptions = DEFAULT_HANDOFF,
+    encrypt: bool = False,
     json: JsonOption = False,
 ) -> int:
     """Send the same requests through a P/D pair and through one instance, and compare every token and logprob.
@@ -47,10 +49,14 @@ def verify(
     decode_engine
         the engine of the decode instances. Two engines compute with different kernels: answers are equal when their tokens
         are, and their logprobs within 1e-3.
+    encrypt
+        encrypt every connection between the parts, with the certificates of KVBATON_TLS_DIR if it is set, else with new ones.
     """
+    from kvbaton.config import parse_trust
     from kvbaton.verify.run import VerifiedPair
 
-    pair = VerifiedPair(prefill_engine or engine, transport, handoff, decode_engine or engine)
+    tls_dir = set_up_tls(parse_trust(None, os.environ), encrypt=encrypt)
+    pair = VerifiedPair(prefill_engine or engine, transport, handoff, decode_engine or engine, tls_dir)
     end_like_ctrl_c()
     report = _run(pair, settings)
     if json:

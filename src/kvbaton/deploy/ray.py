@@ -163,7 +163,10 @@ def serve_until_interrupted(settings: RaySettings, host: str, port: int, ready: 
     import ray
     from ray import serve
 
-    new = {"address": "local", "_node_ip_address": _OWN_NODE, "include_dashboard": False}
+    new: dict[str, Any] = {"address": "local", "_node_ip_address": _OWN_NODE, "include_dashboard": False}
+    # A replica takes one of Ray's CPUs, so that on a machine of few cores some would wait for a place for ever.
+    replicas = sum(max(side.least, side.most or 0) for side in (settings.prefill, settings.decode)) + 2
+    new["num_cpus"] = max(replicas, os.cpu_count() or 1)
     given = {} if os.environ.get("RAY_ADDRESS") else new
     ray.init(log_to_driver=False, logging_level=logging.WARNING, **given)
     try:
@@ -272,7 +275,7 @@ class InstanceReplica(_Replica):
         options = replace(options, arguments=(*plugin.drain_arguments(settings.drain_timeout_s), *options.arguments))
         prepared = await asyncio.to_thread(plugin.prepare, options, log.info)
         part = prepared.part(role, role, PortPicker(), self._addresses[1:])
-        self._http_address = part.base_url.removeprefix("http://")
+        self._http_address = part.base_url.partition("://")[2]
         await self._run(part, plugin.healthy_within_s)
 
     async def check_health(self) -> None:

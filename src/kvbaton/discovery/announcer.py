@@ -32,6 +32,7 @@ from kvbaton.discovery.announcer_child import ALIVE, HUNG, AnnouncerTask
 from kvbaton.discovery.heartbeats import Announcement, Heartbeats, RouterEvent
 from kvbaton.discovery.messages import Registration, check_http_address
 from kvbaton.errors import ConfigError
+from kvbaton.wire.tls import cluster_tls
 
 __all__ = ["DEFAULT_HEARTBEAT_S", "DEFAULT_STALL_LIMIT_S", "LONGEST_HEARTBEAT_S", "Announcer", "ThreadAnnouncer"]
 
@@ -67,11 +68,12 @@ class _AnnouncerBase:
         advise_after_s: float = DEFAULT_ADVISE_AFTER_S,
         stall_limit_s: float = DEFAULT_STALL_LIMIT_S,
         cluster_key: bytes | None = None,
+        tls_dir: Path | None = None,
         is_hung: Callable[[], bool] = lambda: False,
     ) -> None:
         if not math.isfinite(stall_limit_s) or stall_limit_s <= _SIGN_S:
             raise ConfigError(f"stall_limit_s is {stall_limit_s}; it must be above {_SIGN_S} and finite")
-        self._announcement = _announcement(registration, routers, heartbeat_s, cluster_key)
+        self._announcement = _announcement(registration, routers, heartbeat_s, cluster_key, tls_dir)
         self._adviser = Adviser(registration, is_used, advise_after_s)
         self._stall_limit_s = stall_limit_s
         self._is_hung = is_hung
@@ -193,7 +195,11 @@ class Announcer(_AnnouncerBase):
 
 
 def _announcement(
-    registration: Registration, routers: Sequence[str], heartbeat_s: float, cluster_key: bytes | None
+    registration: Registration,
+    routers: Sequence[str],
+    heartbeat_s: float,
+    cluster_key: bytes | None,
+    tls_dir: Path | None,
 ) -> Announcement:
     for router in routers:
         wrong = check_http_address(router)
@@ -201,8 +207,11 @@ def _announcement(
             raise ConfigError(f"router address {router!r} {wrong}; give the router's discovery address as host:port")
     if not 0 < heartbeat_s <= LONGEST_HEARTBEAT_S:
         raise ConfigError(f"heartbeat_s is {heartbeat_s}; it must be above 0 and at most 3, routers forget silent instances")
-    Seal(cluster_key)  # Refuses a key that is too short, here rather than in the child.
-    return Announcement(registration, tuple(dict.fromkeys(routers)), heartbeat_s, cluster_key)
+    # What cannot be used is refused here rather than in the child: a key that is too short, certificates that have expired.
+    Seal(cluster_key)
+    cluster_tls(tls_dir)
+    where = "" if tls_dir is None else str(tls_dir)
+    return Announcement(registration, tuple(dict.fromkeys(routers)), heartbeat_s, cluster_key, where)
 
 
 def _spawn() -> subprocess.Popen[bytes]:

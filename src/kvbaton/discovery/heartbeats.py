@@ -1,8 +1,8 @@
 """Heartbeats to any number of routers: sends what is due and reports what a router answers. One thread owns the sockets.
 
 Each router has its own socket, and a send never waits: a router that is away holds up no other, and nothing stale queues up
-for it. Real routers never answer; kvbaton's does, when a registration asks for it. With a cluster key it sends a challenge
-first: a nonce for the connection, which belongs under the seal of all that follows.
+for it (`dealers.py`). Real routers never answer; kvbaton's does, when a registration asks for it. With a cluster key it sends a
+challenge first: a nonce for the connection, which belongs under the seal of all that follows.
 """
 
 from __future__ import annotations
@@ -10,31 +10,31 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import msgspec
 import zmq
 
 from kvbaton.core.auth import NONCE_BYTES, Seal
+from kvbaton.discovery.dealers import MAX_ANSWERS, Dealer, TlsDealer, ZmqDealer
 from kvbaton.discovery.messages import Freshness, Registration, encode_registration
 
 __all__ = ["AnswerKind", "Announcement", "Heartbeats", "RouterEvent", "RouterEventKind"]
 
 _RETRY_S = 0.1
 _COMPLAIN_AFTER_S = 5.0
-_LINGER_MS = 300
-_MAX_ANSWER_BYTES = 4096
-_MAX_ANSWERS = 16
 _EAGER_S = 1.0
 _EAGER_LOOK_S = 0.02
 
 
 class Announcement(msgspec.Struct, frozen=True):
-    """What is sent to which routers, and how often; with a key, under its seal."""
+    """What is sent to which routers, and how often; with a key, under its seal; with certificates, encrypted."""
 
     registration: Registration
     routers: tuple[str, ...]
     heartbeat_s: float
     cluster_key: bytes | None = None
+    tls_dir: str = ""
 
     def __repr__(self) -> str:
         return f"Announcement({self.registration.http_address} to {', '.join(self.routers)})"
@@ -88,26 +88,18 @@ class _Link:
         self.away_since: float | None = now
         self.complained = False
         self.answer: _RouterAnswer | None = None
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        self._socket.setsockopt(zmq.SNDHWM, 4)
-        self._socket.setsockopt(zmq.RCVHWM, _MAX_ANSWERS)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_ANSWER_BYTES)
-        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-        self._socket.setsockopt(zmq.IPV6, int(router.startswith("[")))
-        self._socket.connect(f"tcp://{router}")
+        self._dealer: Dealer = (
+            TlsDealer(router, Path(announcement.tls_dir)) if announcement.tls_dir else ZmqDealer(context, router)
+        )
 
     def send(self, *, bye: bool = False) -> bool:
         """Register, send a heartbeat, or report that the instance leaves; False when the router cannot be reached now."""
         message = msgspec.structs.replace(self._registration, answer=not bye, bye=bye)
-        try:
-            self._socket.send(encode_registration(message, self._seal, self._next_stamp()), zmq.NOBLOCK)
-        except zmq.ZMQError:
-            return False
-        return True
+        return self._dealer.send(encode_registration(message, self._seal, self._next_stamp()))
+
+    def refusal(self) -> str:
+        """Why the connection itself was refused; empty when it was not."""
+        return self._dealer.refusal()
 
     def _next_stamp(self) -> bytes:
         """The nonce of the connection and the next count: the router takes each once."""
@@ -117,11 +109,12 @@ class _Link:
     def read_answer(self, now: float) -> _RouterAnswer | None:
         """The latest answer, when it differs from the one before. What is no answer is skipped."""
         latest = self.answer
-        for _ in range(_MAX_ANSWERS):
-            try:
-                answer = msgspec.msgpack.decode(self._socket.recv(zmq.NOBLOCK), type=_RouterAnswer)
-            except zmq.ZMQError:
+        for _ in range(MAX_ANSWERS):
+            received = self._dealer.receive()
+            if received is None:
                 break
+            try:
+                answer = msgspec.msgpack.decode(received, type=_RouterAnswer)
             except msgspec.MsgspecError:
                 continue
             if answer.type is AnswerKind.CHALLENGE:
@@ -146,7 +139,7 @@ class _Link:
 
     def close(self) -> None:
         """Flush what was sent within the linger time, and close."""
-        self._socket.close()
+        self._dealer.close()
 
 
 class Heartbeats(AbstractContextManager["Heartbeats"]):
@@ -169,6 +162,8 @@ class Heartbeats(AbstractContextManager["Heartbeats"]):
             if now >= link.due:
                 self._beat(link, now)
             answer = link.read_answer(now)
+            if refusal := link.refusal():
+                self._report(RouterEvent(link.router, RouterEventKind.REFUSED, refusal))
             if answer is not None:
                 self._report(RouterEvent(link.router, RouterEventKind(answer.type), answer.reason))
         return min(link.next_look(now) for link in self._links)

@@ -41,6 +41,7 @@ from kvbaton.discovery.registry import Left, Outcome, Refreshed, Registered, Reg
 from kvbaton.errors import Bug, ConfigError
 from kvbaton.wire.door import Door, DoorLimits, EndCause, PeerConnection, listen_on
 from kvbaton.wire.log_limit import LogLimit, PacedLines, shown
+from kvbaton.wire.tls import ClusterTls
 
 __all__ = ["Listener"]
 
@@ -60,6 +61,7 @@ _FORGET_S = 60.0
 _JOIN_LINES = 200
 _COUNTED_ENDS = {
     EndCause.NOT_ZMTP: Cause.NOT_ZMTP,
+    EndCause.TLS_FAILED: Cause.TLS_FAILED,
     EndCause.TOO_LONG: Cause.TOO_LONG,
     EndCause.TOO_MANY_PARTS: Cause.TOO_LONG,
 }
@@ -97,6 +99,8 @@ class _Sender:
 class Listener:
     """Binds `host:port` when entered and feeds `registry` until it is left; with `cluster_key`, only sealed messages count.
 
+    With `tls`, only senders that encrypt, with a certificate of the cluster.
+
     `p2p_mode` is the mode of instances of P2pNcclConnector, which register without one; without it they are skipped.
     """
 
@@ -109,7 +113,9 @@ class Listener:
         cluster_key: bytes | None = None,
         max_connections: int | None = None,
         p2p_mode: TransferMode | None = None,
+        tls: ClusterTls | None = None,
     ) -> None:
+        self._tls = tls
         self._p2p_mode = p2p_mode
         self._registry = registry
         self._host = host
@@ -177,7 +183,7 @@ class Listener:
         self.stop()
 
     def _listen(self, bound: socket.socket) -> None:
-        door = Door(self._limits, self._on_end, clock=self._clock)
+        door = Door(self._limits, self._on_end, tls=self._tls, clock=self._clock)
         door.listen(bound)
         while not self._stopping.is_set():
             try:

@@ -121,6 +121,7 @@ class Cause(enum.StrEnum):
     """Why a message is no registration; few enough to be a metric's label."""
 
     NOT_ZMTP = "not_zmtp"
+    TLS_FAILED = "tls_failed"
     FRAMES = "wrong_frame_count"
     TOO_LONG = "too_long"
     TOO_MANY = "too_many"

@@ -20,13 +20,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
+from kvbaton.config import CLUSTER_KEY_VARIABLE, DEFAULT_HANDOFF, TLS_DIR_VARIABLE, HandoffSettings, Limits
 from kvbaton.core.handoff import AuxChannel, Mode
 from kvbaton.core.topology import Shape
 from kvbaton.errors import ConfigError
 from kvbaton.launch.fleet import FleetPart
 from kvbaton.launch.local import new_cluster_key
 from kvbaton.launch.ports import PortPicker
+from kvbaton.wire.tls import TLS_FILES
 
 __all__ = [
     "LOOPBACK",
@@ -99,6 +100,21 @@ class EngineOptions:
     """The IP address of this machine on which instances listen, and under which others reach them."""
     cluster_key: str = field(default_factory=new_cluster_key, repr=False)
     """Admits the instances of a set-up to each other. Travels in the environment: every user can read command lines."""
+    tls_dir: Path | None = None
+    """The certificates with which the instances encrypt; None where they do not."""
+
+    @property
+    def scheme(self) -> str:
+        """How URLs of the instances begin."""
+        return "http" if self.tls_dir is None else "https"
+
+    def trust_variables(self) -> dict[str, str]:
+        """What the environment of an instance has of the cluster key and the certificates."""
+        return {CLUSTER_KEY_VARIABLE: self.cluster_key} | self.tls_variables()
+
+    def tls_variables(self) -> dict[str, str]:
+        """What the environment of a process has of the certificates; empty without any, whatever this process has."""
+        return {TLS_DIR_VARIABLE: "" if self.tls_dir is None else str(self.tls_dir)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,18 +165,30 @@ class CommandRequest:
     cluster_key_file: Path | None = None
     """May be a file of another machine: nothing reads it here."""
     allow: tuple[str, ...] = ()
+    tls_dir: Path | None = None
+    """May be a directory of another machine, too."""
 
     def settings(self) -> dict[str, Any]:
         """What kvbaton in that instance is set to; what has its default value is left out, so that a line stays short."""
         given: dict[str, Any] = {"transport": self.transport, "handoffs_port": self.handoffs_port}
         given |= {"advertise_host": self.advertise_host, "routers": list(self.routers), "allow": list(self.allow)}
         given["cluster_key_file"] = None if self.cluster_key_file is None else str(self.cluster_key_file)
+        given["tls_dir"] = None if self.tls_dir is None else str(self.tls_dir)
         return {name: value for name, value in given.items() if value}
 
     def changed_limits(self) -> dict[str, float]:
         """The limits that do not have their default values."""
         defaults = asdict(Limits())
         return {name: value for name, value in asdict(self.limits).items() if value != defaults[name]}
+
+
+def ssl_arguments(tls_dir: Path | None) -> list[str]:
+    """The options under which both vLLM and SGLang serve HTTPS with the certificates of a directory, and follow the files."""
+    if tls_dir is None:
+        return []
+    options = ("--ssl-ca-certs", "--ssl-certfile", "--ssl-keyfile")
+    given = [part for option, name in zip(options, TLS_FILES, strict=True) for part in (option, str(tls_dir / name))]
+    return [*given, "--enable-ssl-refresh"]
 
 
 class PreparedEngine(ABC):

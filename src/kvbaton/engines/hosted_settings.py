@@ -34,6 +34,7 @@ class HostedSettings(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_s:      how often a heartbeat is sent to routers
     integrity:        how much of a received cache is checked before it counts as landed
     cluster_key_file: file that holds the key that all instances share
+    tls_dir:          directory with ca.crt, tls.crt and tls.key: every connection is encrypted, and the engine serves HTTPS
     allow:            addresses, networks or names that peers may have
     poison:           fill blocks with a pattern before they are handed over, so that a missing byte shows
     unfenced_writes:  in push, let sources write into targets, over nixl, mooncake or mori; nothing can take that right back
@@ -52,6 +53,7 @@ class HostedSettings(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_s: float = DEFAULT_HEARTBEAT_S
     integrity: Integrity = Integrity.OFF
     cluster_key_file: str | None = None
+    tls_dir: str | None = None
     allow: tuple[str, ...] = ()
     poison: bool = False
     unfenced_writes: bool = False
@@ -78,7 +80,8 @@ class HostedSettings(msgspec.Struct, frozen=True, kw_only=True):
         """Which peers are admitted. Raises ConfigError that names the key."""
         key_file = None if self.cluster_key_file is None else Path(self.cluster_key_file)
         try:
-            return parse_trust(key_file, environment, self.allow)
+            tls_dir = None if self.tls_dir is None else Path(self.tls_dir)
+            return parse_trust(key_file, environment, self.allow, tls_dir=tls_dir)
         except ConfigError as error:
             raise self.by_key(error) from error
 

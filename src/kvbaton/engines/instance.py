@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from kvbaton.agent.driver import Driver
 from kvbaton.agent.rank_sets import LocalRanks
@@ -32,6 +33,7 @@ from kvbaton.transport.base import Region, Transport, TransportSettings
 from kvbaton.transport.choose import open_transport
 from kvbaton.transport.faulty import Faults, FaultyTransport
 from kvbaton.transport.neighbour import this_process
+from kvbaton.wire.tls import cluster_tls
 
 __all__ = [
     "ONE_RANK",
@@ -96,6 +98,7 @@ class AgentSettings:
             host=self.control_host,
             advertise_host=numeric_host(self.control_address.host, "advertise_host"),
             cluster_key=self.trust.key or b"",
+            tls=cluster_tls(self.trust.tls_dir),
             unfenced_writes=self.handoff.unfenced_writes,
             admits=self.trust.accepts_from,
         )
@@ -166,7 +169,7 @@ def announcer_of(
     model: ModelIdentity,
     routers: Sequence[str],
     is_used: Callable[[], bool],
-    cluster_key: bytes | None,
+    trust: Trust,
     handoffs_address: str = "",
     heartbeat_s: float = DEFAULT_HEARTBEAT_S,
     shape: Shape = ONE_RANK,
@@ -201,12 +204,20 @@ def announcer_of(
         dispatch=dispatch,
         bootstrap_port=bootstrap_port,
     )
-    return Announcer(registration, routers, heartbeat_s, is_used=is_used, cluster_key=cluster_key, is_hung=is_hung)
+    return Announcer(
+        registration,
+        routers,
+        heartbeat_s,
+        is_used=is_used,
+        cluster_key=trust.key,
+        tls_dir=trust.tls_dir,
+        is_hung=is_hung,
+    )
 
 
-def answers(http_address: str) -> bool:
+def answers(http_address: str, tls_dir: Path | None = None) -> bool:
     """Whether the API at this address answers that it is healthy."""
-    return answers_ok(f"http://{http_address}/health")
+    return answers_ok(f"{'http' if tls_dir is None else 'https'}://{http_address}/health", tls_dir)
 
 
 class LateAnnouncer:
@@ -253,9 +264,9 @@ class LateAnnouncer:
 
     def _advise(self) -> None:
         log.warning(
-            "http://%s/health has not answered for %g s, so this instance is registered with no router and gets no requests"
-            " from them; if its API is up, is http_address right, and does it serve HTTP? Routers use no HTTPS to instances:"
-            " start the engine without --ssl-certfile and --ssl-keyfile, and terminate TLS in front of the router",
+            "the API at %s has not answered for %g s, so this instance is registered with no router and gets no requests from"
+            " them; if it is up, is http_address right? Routers use HTTPS to instances when tls_dir is set, with its files as"
+            " --ssl-ca-certs, --ssl-certfile and --ssl-keyfile of the engine; without tls_dir, start the engine without them",
             self._http_address,
             _ADVISE_S,
         )

@@ -17,7 +17,7 @@ from typing import Protocol
 import msgspec
 
 from kvbaton.agent.driver import Driver
-from kvbaton.config import CLUSTER_KEY_VARIABLE, HandoffSettings, Trust, parse_trust
+from kvbaton.config import HandoffSettings, Trust, parse_trust
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Mode
 from kvbaton.core.topology import Shape
@@ -31,6 +31,7 @@ from kvbaton.errors import ConfigError
 from kvbaton.launch.fleet import FleetPart, core_share
 from kvbaton.launch.ports import PortPicker
 from kvbaton.observe.timelines import Timelines
+from kvbaton.wire.tls import cluster_tls
 
 __all__ = ["LocalEngine", "LocalSettings", "ModuleServers", "serve_engine", "serve_local"]
 
@@ -75,14 +76,15 @@ class ModuleServers(PreparedEngine):
         facts = {"role": role, "model": options.model, "port": port, "control_port": control_port, "routers": list(routers)}
         facts |= {"transport": options.transport, "handoff": msgspec.to_builtins(options.handoff)}
         facts |= {"poison": options.controls.poison, "drop_writes": options.controls.drop_writes}
-        url = f"http://{_HOST}:{port}"
+        url = f"{options.scheme}://{_HOST}:{port}"
         return FleetPart(
             name,
             [sys.executable, "-m", self.module, msgspec.json.encode(facts).decode()],
             f"{url}/health",
-            core_share(options.sharing) | {CLUSTER_KEY_VARIABLE: options.cluster_key},
+            core_share(options.sharing) | options.trust_variables(),
             base_url=url,
             control_address=str(ControlAddress.of(_HOST, control_port)),
+            tls_dir=options.tls_dir,
         )
 
 
@@ -137,18 +139,19 @@ async def serve_engine(
     After that, requests and hand-offs in flight have `drain_s` to finish.
     """
     card = driver.card
+    shape = Shape.parse(card.shape)
     app = make_app(
         engine,
         served_model=card.model,
         role=role,
-        handoff=HandoffInfo(control_address, card.incarnation),
+        handoff=HandoffInfo(control_address, card.incarnation, shape.tp),
         agent=driver.stats,
         timelines=timelines,
         trust=trust,
         settings=http,
     )
     try:
-        runner = await start_server(app, host, port)
+        runner = await start_server(app, host, port, cluster_tls(trust.tls_dir))
     except OSError as error:
         raise ConfigError(f"port {port} on {host}: {error.strerror}; choose another with --port") from error
     announcer = announcer_of(
@@ -160,8 +163,8 @@ async def serve_engine(
         model=ModelIdentity(card.model, card.fingerprint),
         routers=routers,
         is_used=lambda: engine.stats().prompt_tokens_total > 0,
-        cluster_key=trust.key,
-        shape=Shape.parse(card.shape),
+        trust=trust,
+        shape=shape,
         is_hung=lambda: driver.is_engine_hung,
     )
     if announcer is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import http.client
 import os
 import shutil
@@ -20,6 +21,7 @@ from io import FileIO
 from pathlib import Path
 
 from kvbaton.errors import LocalError
+from kvbaton.wire.tls import cluster_tls
 
 __all__ = ["Death", "Fleet", "FleetPart", "answers_ok", "core_share"]
 
@@ -36,8 +38,13 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 KEPT_LOGS_VARIABLE = "KVBATON_KEPT_LOGS"
 """A directory in which the logs of all parts stay, each fleet's in one of its own."""
 
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Asks this host itself, whatever proxy the environment names for the world outside."""
+
+@functools.cache
+def _direct(tls_dir: Path | None) -> urllib.request.OpenerDirector:
+    """Asks this host itself, whatever proxy the environment names for the world outside."""
+    tls = cluster_tls(tls_dir)
+    handlers = [] if tls is None else [urllib.request.HTTPSHandler(context=tls.client)]
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}), *handlers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,8 @@ class FleetPart:
     """Where other instances reach it, as a `ControlAddress`; for an instance that hands caches over."""
     handoffs_address: str = ""
     """Where it reports its hand-offs, if it does."""
+    tls_dir: Path | None = None
+    """The certificates with which it is asked, where it encrypts."""
     listed: dict[str, str | int] = field(default_factory=dict)
     """What a router's list of instances has of it; for an instance that does not register by itself."""
 
@@ -112,7 +121,7 @@ class Fleet(contextlib.AbstractContextManager["Fleet"]):
     def is_healthy(self, name: str) -> bool:
         """Whether a part runs and answers on its health URL."""
         running = self._find(name)
-        return running.process.poll() is None and answers_ok(running.part.health_url)
+        return running.process.poll() is None and answers_ok(running.part.health_url, running.part.tls_dir)
 
     def pid(self, name: str) -> int:
         """The process id of a part."""
@@ -125,7 +134,7 @@ class Fleet(contextlib.AbstractContextManager["Fleet"]):
         while waiting:
             if (death := self.death()) is not None:
                 raise LocalError(f"{death}; its last lines:\n" + "\n".join(f"  {line}" for line in death.last_lines))
-            for running in [running for running in waiting if answers_ok(running.part.health_url)]:
+            for running in [running for running in waiting if answers_ok(running.part.health_url, running.part.tls_dir)]:
                 waiting.remove(running)
                 if on_healthy is not None:
                     on_healthy(running.part.name)
@@ -308,10 +317,10 @@ def core_share(engines: int) -> dict[str, str]:
     return {"OPENBLAS_NUM_THREADS": threads, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
 
 
-def answers_ok(url: str) -> bool:
+def answers_ok(url: str, tls_dir: Path | None = None) -> bool:
     """Whether this URL answers with 200."""
     try:
-        with _DIRECT.open(url, timeout=_ANSWER_S) as answer:
+        with _direct(tls_dir).open(url, timeout=_ANSWER_S) as answer:
             return bool(answer.status == 200)
     except (OSError, http.client.HTTPException, ValueError):
         return False

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import secrets
 import sys
+from pathlib import Path
 
-from kvbaton.config import CLUSTER_KEY_VARIABLE
+from kvbaton.config import CLUSTER_KEY_VARIABLE, TLS_DIR_VARIABLE
 from kvbaton.core.addresses import in_url
 from kvbaton.launch.fleet import FleetPart
 
@@ -22,9 +23,12 @@ def kvbaton_command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "kvbaton.cli.main", *arguments]
 
 
-def router_part(host: str, port: int, discovery_port: int, *more: str, cluster_key: str | None = None) -> FleetPart:
+def router_part(
+    host: str, port: int, discovery_port: int, *more: str, cluster_key: str | None = None, tls_dir: Path | None = None
+) -> FleetPart:
     """A router for instances of this machine, of either mode: wherever it serves, registrations are only taken on loopback."""
     command = kvbaton_command("router", "--host", host, "--port", str(port), *more)
     command += ["--discovery-host", "127.0.0.1", "--discovery-port", str(discovery_port)]
-    environment = {} if cluster_key is None else {CLUSTER_KEY_VARIABLE: cluster_key}
+    environment = {TLS_DIR_VARIABLE: "" if tls_dir is None else str(tls_dir)}
+    environment |= {} if cluster_key is None else {CLUSTER_KEY_VARIABLE: cluster_key}
     return FleetPart("router", command, f"http://{in_url(host)}:{port}/health", environment)

@@ -1,8 +1,8 @@
 """Serves an instance's timelines over HTTP from a process without an HTTP server of its own, such as a vLLM worker.
 
 The same two routes that an embedded instance has: `/handoffs` and `/handoffs/{transfer_id}`, with a cluster key for holders of
-its token only. A few requests at a time, each with a deadline; connections beyond that are closed at once. The engine never
-waits for this server.
+its token only, with certificates over HTTPS to members of the cluster. A few requests at a time, each with a deadline;
+connections beyond that are closed at once. The engine never waits for this server.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from kvbaton.config import HTTP_KEY_HEADER, Trust, carries_token, http_token
 from kvbaton.core.handoff import MAX_TRANSFER_ID
 from kvbaton.errors import ConfigError
 from kvbaton.observe.timelines import Timelines
+from kvbaton.wire.tls import cluster_tls
 
 __all__ = ["HandoffsServer"]
 
@@ -70,6 +71,7 @@ class _Server(socketserver.ThreadingMixIn, HTTPServer):
     def __init__(self, timelines: Timelines, host: str, port: int, trust: Trust) -> None:
         self.timelines = timelines
         self.token = http_token(trust.key) if trust.key is not None else ""
+        self._tls = cluster_tls(trust.tls_dir)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._free = threading.BoundedSemaphore(_MOST_AT_ONCE)
         self._late_at: dict[socket.socket, float] = {}
@@ -80,6 +82,13 @@ class _Server(socketserver.ThreadingMixIn, HTTPServer):
         """Bind without the reverse DNS look-up of `HTTPServer.server_bind`, which can delay an engine's start by seconds."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+
+    def get_request(self) -> tuple[Any, Any]:
+        """The handshake of TLS comes with the first read, on the thread of the request and within its time."""
+        request, address = super().get_request()
+        if self._tls is not None:
+            request = self._tls.server.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
+        return request, address
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._free.acquire(blocking=False):

@@ -20,12 +20,14 @@ from kvbaton.router.dispatch import Dispatcher
 from kvbaton.router.handoffs import HandoffPages
 from kvbaton.router.http.server import HttpServer
 from kvbaton.router.http.upstream import Upstream
+from kvbaton.router.live import LiveView
 from kvbaton.router.metrics import COLUMNS, RouterMetrics
 from kvbaton.router.routed import Rings, RoutedTransfers
 from kvbaton.router.routes import HttpRoutes
 from kvbaton.router.settings import RouterSettings
 from kvbaton.router.slots import SlotBook
 from kvbaton.router.tracing import RequestTracing, is_traced, make_provider
+from kvbaton.wire.tls import cluster_tls
 
 __all__ = ["MAX_SLOTS", "RouterCore", "new_board", "serve_router"]
 
@@ -45,7 +47,8 @@ class RouterCore:
         self.registry = registry
         self.slots = SlotBook(MAX_SLOTS)
         self.metrics = RouterMetrics(board, row, registry)
-        self.upstream = Upstream(settings.connect_timeout_s)
+        tls = cluster_tls(settings.tls_dir)
+        self.upstream = Upstream(settings.connect_timeout_s, None if tls is None else tls.client)
         routed = RoutedTransfers(rings, row, self.slots, registry)
         chooser = Chooser(settings, registry, Loads(board, row, COLUMNS), self.slots)
         self.dispatcher = Dispatcher(settings, registry, chooser, self.upstream, self.metrics, routed)
@@ -53,7 +56,8 @@ class RouterCore:
         if is_traced(os.environ):
             dropped = lambda: self.metrics.add("untraced_handoffs")  # noqa: E731
             self.dispatcher.tracing = RequestTracing(make_provider(), handoffs.report, dropped)
-        self.routes = HttpRoutes(settings, registry, self.dispatcher, self.upstream, self.metrics, handoffs)
+        live = LiveView(registry, self.upstream, settings, self.metrics, chooser)
+        self.routes = HttpRoutes(settings, registry, self.dispatcher, self.upstream, self.metrics, handoffs, live)
         self.server = HttpServer(settings, self.routes.check_head, self.routes.handle, self.routes.count)
 
     def sweep(self, now: float) -> None:
@@ -103,7 +107,8 @@ def new_registry(settings: RouterSettings) -> Registry:
 def listener_of(settings: RouterSettings, registry: Registry) -> Listener:
     """What feeds the registry of a router with these settings."""
     place = settings.discovery_host, settings.discovery_port
-    return Listener(registry, *place, cluster_key=settings.cluster_key, p2p_mode=settings.p2p_mode)
+    tls = cluster_tls(settings.tls_dir)
+    return Listener(registry, *place, cluster_key=settings.cluster_key, p2p_mode=settings.p2p_mode, tls=tls)
 
 
 async def serve_router(settings: RouterSettings, ready: Callable[[], None] | None = None) -> None:

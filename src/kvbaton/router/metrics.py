@@ -19,7 +19,7 @@ __all__ = ["COLUMNS", "GAUGES", "RouterMetrics", "write_messages"]
 
 _PATHS = (
     "/v1/completions", "/v1/chat/completions", "/generate", "/v1/models", "/health", "/ready", "/instances", "/metrics",
-    "/handoffs", "/handoffs/{transfer_id}", "/", "/page/{name}", "other",
+    "/live", "/handoffs", "/handoffs/{transfer_id}", "/", "/page/{name}", "other",
 )  # fmt: skip
 _STATUSES = ("1xx", "2xx", "3xx", "4xx", "5xx", "other", "client_closed")
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

@@ -21,6 +21,7 @@ from kvbaton.router.handoffs import HandoffPages
 from kvbaton.router.http.client_connection import ClientConnection
 from kvbaton.router.http.messages import HttpRequest, Response
 from kvbaton.router.http.upstream import Upstream, fetch
+from kvbaton.router.live import LiveView
 from kvbaton.router.metrics import RouterMetrics
 from kvbaton.router.policy import missing_sides
 from kvbaton.router.settings import RouterSettings
@@ -55,6 +56,7 @@ class HttpRoutes:
     _upstream: Upstream
     _metrics: RouterMetrics
     _handoffs: HandoffPages
+    _live: LiveView
     _clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -73,6 +75,7 @@ class HttpRoutes:
             "/instances": self._instances,
             "/metrics": self._show_metrics,
             "/handoffs": self._handoffs.newest,
+            "/live": self._live.show,
         }
 
     def check_head(self, path: str, headers: Mapping[bytes, bytes]) -> Response | None:
@@ -108,7 +111,7 @@ class HttpRoutes:
 
     def _answer(self, connection: ClientConnection, request: HttpRequest) -> None:
         page = self._find(request.path)
-        if not self._shows_details and request.path.startswith(("/instances", "/handoffs")):
+        if not self._shows_details and request.path.startswith(("/instances", "/handoffs", "/live")):
             message = f"{request.path[:200]} is not shown to clients with API keys; start the router with --show-details"
             connection.send(error_response(403, message, code="details_hidden"))
             return

@@ -116,6 +116,7 @@ class RouterSettings(RouterOptions):
     allow_hosts:            names under which browsers may open the page and call the API, besides loopback and IP addresses
     instance_api_key:       sent to instances as a bearer token
     forward_headers:        headers of clients that instances see; Authorization only goes along without `api_keys`
+    tls_dir:                certificates: registrations and calls to instances are encrypted; None for neither
     cluster_key:            only registrations that a holder of this key has sealed are taken; None takes all
     connect_timeout_s:      a connection to an instance must stand within this time
     head_timeout_s:         a client must send the head of a request within this time
@@ -140,6 +141,7 @@ class RouterSettings(RouterOptions):
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     instance_api_key: str | None = field(default=None, repr=False)
     cluster_key: bytes | None = field(default=None, repr=False)
+    tls_dir: Path | None = None
     forward_headers: tuple[str, ...] = DEFAULT_FORWARD_HEADERS
     connect_timeout_s: float = 5.0
     head_timeout_s: float = 15.0

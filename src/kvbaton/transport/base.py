@@ -47,6 +47,7 @@ from kvbaton.core.handoff import Incarnation
 from kvbaton.core.plan import Runs
 from kvbaton.errors import ConfigError
 from kvbaton.transport.table import Direction, LateWrites, MemoryKind, library_settings, nearest
+from kvbaton.wire.tls import ClusterTls
 
 __all__ = [
     "AfterEvent",
@@ -165,6 +166,7 @@ class TransportSettings:
     For `cuda` it is `launch_bytes`, what one kernel copies. `host` and `port` are where `tcp` listens (port 0: one below 32768
     that is free), `advertise_host` the IP address at which peers reach that (empty: `host`); `streams` is how many connections
     it opens to one peer at most. `cluster_key` must be the same on both ends of a `tcp` connection;
+    `tls` has the certificates with which `tcp` encrypts (None: it does not); both ends need them.
     `admits` decides with which IP addresses `tcp` exchanges data (None: all).
     `unfenced_writes` lets peers write into this side's memory, and this side into theirs, over libraries that cannot take the
     right to do so back (`nixl`, `mooncake`, `mori`); the others do not write at all.
@@ -184,6 +186,7 @@ class TransportSettings:
     streams: int = 2
     cluster_key: bytes = field(default=b"", repr=False)
     admits: Callable[[str], bool] | None = field(default=None, repr=False, compare=False)
+    tls: ClusterTls | None = None
     unfenced_writes: bool = False
     library: Mapping[str, int | str] = field(default_factory=dict)
 

@@ -313,6 +313,16 @@ def check_writes(name: str, unfenced_writes: bool) -> None:
         raise ConfigError(f"unfenced_writes is on, and transport {name} {why}; leave it out, or choose {', '.join(writers)}")
 
 
+def check_encrypts(entry: TransportEntry, settings: TransportSettings) -> None:
+    """Raise ConfigError when bytes would leave the host in the clear although certificates are set."""
+    if settings.tls is not None and entry.crosses_hosts and not entry.encrypts:
+        encrypting = sorted(each.name for each in transport_entries() if each.encrypts)
+        raise ConfigError(
+            f"certificates are set (tls_dir), and transport {entry.name} does not encrypt; choose {', '.join(encrypting)}, or "
+            "local on one host"
+        )
+
+
 def open_transport(name: str, region: Region, settings: TransportSettings) -> Transport:
     """Open the transport that users call `name` over this rank's region. Raises ConfigError for an unknown name."""
     check_writes(name, settings.unfenced_writes)
@@ -325,6 +335,7 @@ def open_entry(entry: TransportEntry, region: Region, settings: TransportSetting
     It is refused where this process may hardly open a file any more: a transport that runs out of descriptors half-way would
     leave threads and sockets behind.
     """
+    check_encrypts(entry, settings)
     settings = with_library_settings(settings, os.environ.get(LIBRARY_SETTINGS_VARIABLE, ""))
     left, limit = files_left()
     if left < _FILES_TO_OPEN:
@@ -354,6 +365,7 @@ def open_auto(region: Region, settings: TransportSettings) -> Transport:
             continue
         order.append(entry.name)
         try:
+            check_encrypts(entry, settings)
             inner[entry.name] = load(entry.opener)(region, settings)
         except KVBatonError as error:
             left_out[entry.name] = str(error)

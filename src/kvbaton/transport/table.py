@@ -16,9 +16,12 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvbaton.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvbaton.wire.tls import ClusterTls
 
 __all__ = [
     "AUTO",
@@ -109,6 +112,9 @@ class LibrarySetting:
             raise ConfigError(f"transport setting {self.name} is {value!r}; it must be {problem}")
 
 
+_TRIAL_TLS = "kvbaton.wire.certificates:trial_tls"
+
+
 @dataclass(frozen=True, slots=True)
 class TransportVariant:
     """One kind of memory with which a transport is tried, tested and measured.
@@ -118,6 +124,7 @@ class TransportVariant:
     subject: its name in `kvbaton bench wire`; empty where it is not measured by size of blocks
     beside:  the subject of `kvbaton bench wire` that it is compared with
     check:   may name a function that raises KVBatonError where there is no such memory on this machine
+    is_encrypted: whether it is tried with certificates
     """
 
     kind: str
@@ -125,10 +132,16 @@ class TransportVariant:
     subject: str = ""
     beside: str = ""
     check: Reference = ""
+    is_encrypted: bool = False
 
     def why_not_here(self) -> str:
         """Why there is no such memory on this machine, as far as `check` finds; else an empty string."""
         return _complaint(self.check)
+
+    def tls(self) -> ClusterTls | None:
+        """The certificates for a trial."""
+        made: ClusterTls | None = load(_TRIAL_TLS)() if self.is_encrypted else None
+        return made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +154,7 @@ class TransportEntry:
                  is UNFENCED has to be chosen with `unfenced_writes`
     memory:      the kinds of memory that it moves
     crosses_hosts: whether peers may be on other hosts
+    encrypts:    whether it encrypts with the certificates of `TransportSettings.tls`
     peer_part:   what the peer's process has to do during a read
     sees_withdrawal: whether a peer that closes its transport, and lives on, is noticed by the transport itself
     stands_alone: whether it needs nothing but kvbaton; `doctor` succeeds when one such transport works
@@ -162,6 +176,7 @@ class TransportEntry:
     promises: Mapping[Direction, LateWrites] = field(default_factory=lambda: {Direction.READ: LateWrites.IMPOSSIBLE})
     memory: frozenset[MemoryKind] = frozenset({MemoryKind.MAIN})
     crosses_hosts: bool = False
+    encrypts: bool = False
     peer_part: PeerPart = PeerPart.NONE
     sees_withdrawal: bool = True
     stands_alone: bool = False
@@ -240,12 +255,20 @@ TRANSPORTS: dict[str, TransportEntry] = {
             opener="kvbaton.transport.tcp:TcpTransport",
             memory=frozenset(MemoryKind),
             crosses_hosts=True,
+            encrypts=True,
             peer_part=PeerPart.MOVE,
             stands_alone=True,
             auto_rank=30,
             exchange="kvbaton.transport.exchange.service:open_tcp",
             variants=(
                 TransportVariant(kind="tcp", subject="tcp", beside="socket"),
+                TransportVariant(
+                    kind="tcp, encrypted",
+                    subject="tcp, encrypted",
+                    beside="tcp",
+                    check="kvbaton.wire.certificates:check_openssl",
+                    is_encrypted=True,
+                ),
                 TransportVariant(kind="GPU memory over tcp", memory=_GPU_MEMORY, check=_CHECK_GPU),
             ),
         ),

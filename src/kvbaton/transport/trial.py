@@ -88,7 +88,7 @@ def _open(kind: str, fill: int, timeout_s: float) -> tuple[Any, Transport]:
     """Memory full of `fill`, and the transport over it."""
     entry, variant = variant_of(kind)
     region, memory = load(variant.memory)(np.full(_BYTES, fill, np.uint8))
-    return memory, open_entry(entry, region, TransportSettings(timeout_s=timeout_s / 2))
+    return memory, open_entry(entry, region, TransportSettings(timeout_s=timeout_s / 2, tls=variant.tls()))
 
 
 def _read_all(memory: Any, transport: Transport, source: SourceProcess, timeout_s: float) -> str:

@@ -26,6 +26,7 @@ from kvbaton.verify.report import Report, RequestRow, make_report
 from kvbaton.verify.settings import VerifySettings
 from kvbaton.verify.stored import StoredCounts
 from kvbaton.verify.workload import make_prompts
+from kvbaton.wire.tls import cluster_tls
 
 __all__ = ["VerifiedPair", "run_verify"]
 
@@ -44,6 +45,8 @@ class VerifiedPair:
     transport: str
     handoff: HandoffSettings
     decode_engine: str = ""
+    tls_dir: Path | None = None
+    """The certificates with which all parts encrypt; None where they do not."""
 
     @property
     def is_mixed(self) -> bool:
@@ -53,7 +56,8 @@ class VerifiedPair:
     def shown(self) -> dict[str, str | bool]:
         """Every setting by its name, in one level."""
         decode = self.decode_engine or self.engine
-        return {"engine": self.engine, "decode_engine": decode, "transport": self.transport, **asdict(self.handoff)}
+        shown = {"engine": self.engine, "decode_engine": decode, "transport": self.transport, **asdict(self.handoff)}
+        return shown | {"encrypt": self.tls_dir is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,7 @@ def run_verify(
             progress("starting a router, a prefill, a decode and a single instance")
             servers = _start(fleet, engines, (prefill, decode), settings, model, progress)
         progress(f"sending {settings.requests} requests to both, {settings.concurrency} at a time")
-        rows = asyncio.run(_send_all(servers, prompts, settings, on_row))
+        rows = asyncio.run(_send_all(servers, prompts, settings, on_row, pair.tls_dir))
         if counts is not None:
             rows = counts.attributed(rows)
         # Of instances that run already, the decode ones are not known, and have drafted for others too.
@@ -127,6 +131,7 @@ def _options(pair: VerifiedPair, settings: VerifySettings, counts_directory: str
         arguments=tuple(shlex.split(settings.engine_arguments)),
         controls=Controls(poison=True, drop_writes=settings.drop_writes, drop=settings.drop),
         model_id=f"verify-{settings.model}" if pair.is_mixed else "",
+        tls_dir=pair.tls_dir,
     )
     decode = replace(
         prefill,
@@ -174,7 +179,7 @@ def _start(
     alone = prepared[2].part("single", "both", ports)
     pair = pair_parts(prepared[0], prepared[1], (settings.prefill, settings.decode), ports, discovery_port)
     listed = _list_instances(fleet.log_directory, pair)
-    fleet.start(router_part("127.0.0.1", router_port, discovery_port, *listed, cluster_key=key))
+    fleet.start(router_part("127.0.0.1", router_port, discovery_port, *listed, cluster_key=key, tls_dir=prefill.tls_dir))
     for part in (*pair, alone):
         fleet.start(part)
     fleet.wait_healthy(max(engine.healthy_within_s for engine in engines))
@@ -193,11 +198,16 @@ def _list_instances(directory: Path, pair: Sequence[FleetPart]) -> list[str]:
 
 
 async def _send_all(
-    servers: _VerifiedServers, prompts: list[tuple[int, ...]], settings: VerifySettings, on_row: Callable[[RequestRow], None]
+    servers: _VerifiedServers,
+    prompts: list[tuple[int, ...]],
+    settings: VerifySettings,
+    on_row: Callable[[RequestRow], None],
+    tls_dir: Path | None,
 ) -> list[RequestRow]:
     gate = asyncio.Semaphore(settings.concurrency)
     timeout = aiohttp.ClientTimeout(total=_REQUEST_S)
-    connector = aiohttp.TCPConnector(limit=0)
+    tls = cluster_tls(tls_dir)
+    connector = aiohttp.TCPConnector(limit=0, ssl=True if tls is None else tls.client)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
 
         async def one(index: int) -> RequestRow:

@@ -18,6 +18,9 @@ With a key, both ends put a nonce into their READY command, and everything after
 proves itself first, with an empty sealed frame; the dialler answers with its own, and only then sends anything. So an address
 that a client made up learns a nonce, and nothing else. Without a key a connection is plain ZMTP.
 
+With certificates (`tls.py`), all of that is inside TLS. Its handshake counts as the peer's: the same place, deadline and share
+of the thread. A peer that does not encrypt gets the reason in the clear, one whose certificate is refused gets TLS's own alert.
+
 Rejected: one selector with priorities (a flood would still make every turn go through all its sockets); a thread for unknown
 peers (a second owner for each connection, and a hand-over between them); a port for each class (instances have one).
 """
@@ -39,6 +42,7 @@ from dataclasses import dataclass, field
 
 from kvbaton.core.auth import NONCE_BYTES, TAG_BYTES, Session
 from kvbaton.errors import ProtocolError
+from kvbaton.wire.tls import ClusterTls, TlsError, TlsStream
 from kvbaton.wire.zmtp import Zmtp, ZmtpError, ZmtpLimits, ZmtpPartsError, ZmtpRefused, encode_error, encode_frame
 
 __all__ = ["Door", "DoorLimits", "EndCause", "PeerConnection", "listen_on"]
@@ -68,6 +72,7 @@ class EndCause(enum.StrEnum):
     UNREACHABLE = "unreachable"
     NOT_ALLOWED = "not on the allow-list"
     NOT_ZMTP = "not ZeroMQ"
+    TLS_FAILED = "not encrypted as it has to be"
     TOO_LONG = "too long"
     TOO_MANY_PARTS = "too many parts"
     NOT_AUTHENTICATED = "not authenticated"
@@ -136,6 +141,7 @@ class PeerConnection:
         "since",
         "sock",
         "tag",
+        "tls",
         "unsent",
         "wants_write",
         "zmtp",
@@ -149,6 +155,7 @@ class PeerConnection:
         self.since = self.seen_at = self.moved_at = now
         self.partial_since: float | None = None
         self.session: Session | None = None
+        self.tls: TlsStream | None = None
         self.is_known = self.is_open = self.is_ending = self.is_over = self.wants_write = False
         self.unsent = bytearray()
         self.buffered = self.drained = 0
@@ -171,6 +178,7 @@ class Door:
         on_end: Callable[[PeerConnection, EndCause, str], None],
         *,
         key: bytes | None = None,
+        tls: ClusterTls | None = None,
         on_open: Callable[[PeerConnection], None] = lambda _: None,
         refusal: Callable[[str], str] = lambda _: "",
         clock: Callable[[], float] = time.monotonic,
@@ -178,6 +186,7 @@ class Door:
         self._limits = limits
         self._on_end, self._on_open, self._refusal = on_end, on_open, refusal
         self._key = key
+        self._tls = tls
         self._clock = clock
         sealed = TAG_BYTES if key is not None else 0
         # With a key, all that an unknown peer has to send is a proof: a tag without content.
@@ -224,6 +233,8 @@ class Door:
             if code not in (0, errno.EINPROGRESS):
                 raise OSError(code, os.strerror(code))
             connection = PeerConnection(sock, name, self._zmtp(is_listener=False), self._clock(), is_dialled=True)
+            if self._tls is not None:
+                connection.tls = TlsStream(self._tls.client, is_listener=False)
             self._register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE)
         except BaseException:
             sock.close()
@@ -434,6 +445,8 @@ class Door:
             if is_full:
                 self._end_oldest_unknown()
             connection = PeerConnection(sock, str(address[0]), self._zmtp(is_listener=True), self._now, is_dialled=False)
+            if self._tls is not None:
+                connection.tls = TlsStream(self._tls.server, is_listener=True)
             self._unknown[connection] = None
             self._unknown_selector.register(sock, selectors.EVENT_READ, connection)
             if reason := self._refusal(connection.name):
@@ -492,11 +505,30 @@ class Door:
                 self.finish(connection, EndCause.LOST, "closed by the peer")
                 return
             connection.seen_at = self._now
-            for parts in self._take(connection, data):
+            received = len(data)
+            if connection.tls is not None:
+                data = self._decrypt(connection, connection.tls, data)
+            for parts in self._take(connection, data) if data else ():
                 count += 1
                 yield connection, parts
-            if connection.is_over or len(data) < size or count >= limit or not connection.is_known:
+            if connection.is_over or received < size or count >= limit or not connection.is_known:
                 return
+
+    def _decrypt(self, connection: PeerConnection, tls: TlsStream, data: bytes) -> bytes:
+        """What was received, in the clear; nothing where the connection cannot be encrypted, which ends it."""
+        try:
+            plain = tls.feed(data)
+        except TlsError as error:
+            if error.is_plain:
+                # Only what is not encrypted reaches such a peer, and without a greeting it would not take the reason for one.
+                connection.tls = None
+                if not connection.is_dialled:
+                    self._queue(connection, connection.zmtp.outgoing())
+            self.refuse(connection, EndCause.TLS_FAILED, str(error))
+            return b""
+        if out := tls.outgoing():
+            self._queue_bytes(connection, out)
+        return plain
 
     def _take(self, connection: PeerConnection, data: bytes) -> Iterator[list[bytes]]:
         """The messages in what was received, opened. What must not be ends the connection."""
@@ -633,6 +665,9 @@ class Door:
     # Bytes out.
 
     def _queue(self, connection: PeerConnection, data: bytes) -> None:
+        self._queue_bytes(connection, data if connection.tls is None else connection.tls.encrypt(data))
+
+    def _queue_bytes(self, connection: PeerConnection, data: bytes) -> None:
         if not connection.unsent:
             connection.moved_at = self._now
         connection.unsent += data

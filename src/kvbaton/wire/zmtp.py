@@ -21,6 +21,7 @@ __all__ = ["Zmtp", "ZmtpError", "ZmtpLimits", "ZmtpPartsError", "ZmtpRefused", "
 _GREETING_BYTES = 64
 _GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 _SIGNATURE_BYTES = 10
+_TLS_RECORDS = (0x15, 0x16)
 _DIALLERS = (b"DEALER", b"REQ", b"ROUTER")
 _LISTENERS = (b"ROUTER",)
 _MORE, _LONG, _COMMAND = 1, 2, 4
@@ -215,6 +216,8 @@ class Zmtp:
 
     def _read_greeting(self, data: bytes) -> int:
         """Check as much of a greeting as there is; returns its length once it is whole, else 0."""
+        if data and data[0] in _TLS_RECORDS:
+            raise ZmtpError("the peer encrypts, and no certificates (tls_dir) are set here; set them on both sides")
         if data and (data[0] != _GREETING[0] or (len(data) >= _SIGNATURE_BYTES and not data[9] & 1)):
             raise ZmtpError("the peer does not use ZeroMQ; connect a DEALER socket")
         if len(data) > _SIGNATURE_BYTES and data[_SIGNATURE_BYTES] < _GREETING[_SIGNATURE_BYTES]:

@@ -46,6 +46,7 @@ SPREAD = {"max_replicas_per_node": 1, "ray_actor_options": {"num_cpus": 1}}
 # A prompt of the tiny model is at its prefill instance for a few milliseconds.
 PREFILL = ReplicaSettings(least=1, most=3, in_flight=0.2, autoscaling=QUICKLY, serve=SPREAD)
 DECODE = ReplicaSettings(least=1, most=3, in_flight=3, autoscaling=QUICKLY, serve=SPREAD)
+_PAGES = ("/page/chat.js", "/")
 ONE = ReplicaSettings(serve={"ray_actor_options": {"num_cpus": 1}})
 
 
@@ -282,8 +283,10 @@ def test_up_starts_the_same_on_a_cluster_of_its_own_and_leaves_nothing() -> None
     ):
         reply = up.client.complete(PROMPTS[0], max_tokens=4)
         assert (reply.status, reply.document["kvbaton"]["handed_off"]) == (200, True)
-        assert up.client.get("/page/chat.js").headers["Content-Type"].startswith("text/javascript")
-        assert "Content-Security-Policy" in {name.title() for name in up.client.get("/").headers}
+        # Serve's HTTP server writes the names of headers in small letters.
+        script, page = ({name.title(): value for name, value in up.client.get(path).headers.items()} for path in _PAGES)
+        assert script["Content-Type"].startswith("text/javascript")
+        assert "Content-Security-Policy" in page
         children = up.children()
         up.process.send_signal(signal.SIGINT)
         assert up.wait(WAIT_S) == 0, up.output

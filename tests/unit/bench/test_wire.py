@@ -82,7 +82,7 @@ def test_any_number_of_peers_and_blocks_that_do_not_fit_are_left_out() -> None:
 
 
 def test_each_transport_stands_beside_its_peer() -> None:
-    assert subjects_of("tcp") == ("tcp", "socket")
+    assert subjects_of("tcp") == ("tcp", "tcp, encrypted", "socket")
     assert subjects_of("local") == ("local", "local, process_vm_readv", "memcpy")
     with pytest.raises(ConfigError, match="'pigeon'"):
         subjects_of("pigeon")

@@ -66,4 +66,4 @@ def test_the_table_shows_what_is_wrong(run_doctor: Doctor) -> None:
     code, shown = run_doctor(working=("tcp",))
     assert code == 0
     assert all(f"no {kind} [here]" in shown for kind in KINDS if kind != "tcp")
-    assert "no tcp" not in shown
+    assert "no tcp [here]" not in shown

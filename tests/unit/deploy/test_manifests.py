@@ -14,6 +14,7 @@ import pytest
 from kustomized import render
 
 from kvbaton.cli.main import make_app
+from kvbaton.config import TLS_DIR_VARIABLE
 from kvbaton.core.handoff import Mode
 from kvbaton.engines.embedded.settings import InstanceOptions
 from kvbaton.engines.vllm.nixl_settings import HOST_VARIABLE, PORT_VARIABLE, parse_nixl_settings
@@ -183,7 +184,23 @@ def test_a_pod_has_time_to_drain_and_no_more_rights_than_it_needs(overlay: Path)
 def test_no_key_is_in_the_repository(overlay: Path) -> None:
     assert of_kind(overlay, "Secret") == {}
     named = [v["secret"]["secretName"] for _, pod in pods(overlay) for v in pod["volumes"] if "secret" in v]
-    assert set(named) == {"kvbaton-cluster-key"}
+    encrypted = {"kvbaton-tls"} if overlay.name == "encrypted" else set()
+    assert set(named) == {"kvbaton-cluster-key"} | encrypted
+
+
+def test_every_pod_of_the_encrypted_overlay_has_the_certificates_and_no_probe_without_one() -> None:
+    overlay = _KUBERNETES / "overlays" / "encrypted"
+    found = dict(pods(overlay))
+    assert set(found) == {"kvbaton-router", "kvbaton-prefill", "kvbaton-decode"}
+    for name, pod in found.items():
+        (container,) = pod["containers"]
+        folder = {each["name"]: each.get("value") for each in container["env"]}[TLS_DIR_VARIABLE]
+        (mount,) = [each for each in container["volumeMounts"] if each["mountPath"] == folder]
+        (volume,) = [each for each in pod["volumes"] if each["name"] == mount["name"]]
+        assert "items" not in volume["secret"]
+        assert "subPath" not in mount, "a file that is mounted alone does not follow its secret"
+        probes = [probe for field, probe in container.items() if field.endswith("Probe")]
+        assert name == "kvbaton-router" or all("httpGet" not in probe for probe in probes)
 
 
 def test_images_are_those_of_the_container_file() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from kvbaton.observe import handoffs_server
 from kvbaton.observe.handoffs_server import HandoffsServer
 from kvbaton.observe.records import InstanceInfo, InstanceRecord
 from kvbaton.observe.timelines import Timelines
+from tls_files import other_tls, our_tls
 from watching import wait_until
 
 
@@ -52,6 +54,26 @@ def test_a_transfer_and_the_list_of_them(timelines: Timelines, server: HandoffsS
     assert (record.transfer_id, record.instance.role) == ("tx/1 ?", "prefill")
     assert [note.at_s for note in record.sides[0].notes] == [0.0, 0.5]
     assert get(server, "/handoffs")["handoffs"]
+
+
+def test_with_certificates_only_members_of_the_cluster_read_them(timelines: Timelines) -> None:
+    serving = HandoffsServer(timelines, "127.0.0.1", PortPicker().pick(), Trust(tls_dir=our_tls().folder))
+    serving.start()
+    try:
+        url = f"https://127.0.0.1:{serving.port}/handoffs"
+        with urllib.request.urlopen(url, timeout=5, context=our_tls().client) as answer:
+            assert json.load(answer)["handoffs"] == []
+        believing = ssl.create_default_context(cafile=str(our_tls().folder / "ca.crt"))
+        for context in (other_tls().client, believing):
+            # The alert may be lost with the connection, which the server closes at once.
+            with pytest.raises(OSError, match=r"certificate|violation|reset|closed"):
+                urllib.request.urlopen(url, timeout=5, context=context).read()
+        with pytest.raises(OSError, match=r"reset|closed|violated|Remote end"):
+            get(serving, "/handoffs")
+        with urllib.request.urlopen(url, timeout=5, context=our_tls().client) as answer:
+            assert answer.status == 200
+    finally:
+        serving.close()
 
 
 def test_with_a_key_only_holders_of_its_token_read_them(timelines: Timelines) -> None:

@@ -58,7 +58,7 @@ def _serve_ours(kind: str, memory: Bytes, *, takes_writes: bool) -> _Served:
     entry, variant = our_subjects()[kind]
     # What is written lies in a file that the benchmark maps too, and must stay there to be checked.
     region = Region.of(memory) if takes_writes else load(variant.memory)(memory)[0]
-    transport = open_entry(entry, region, TransportSettings(unfenced_writes=takes_writes))
+    transport = open_entry(entry, region, TransportSettings(unfenced_writes=takes_writes, tls=variant.tls()))
     return transport.endpoint(), transport.close
 
 

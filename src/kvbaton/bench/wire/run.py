@@ -94,7 +94,7 @@ def subjects_of(transport: str) -> tuple[str, ...]:
     if not chosen:
         known = sorted({entry.name for entry, _ in our_subjects().values()})
         raise ConfigError(f"transport {transport!r} is not measured by block size; known are {AUTO}, {', '.join(known)}")
-    return (*chosen, *dict.fromkeys(filter(None, map(beside_of, chosen))))
+    return tuple(dict.fromkeys((*chosen, *filter(None, map(beside_of, chosen)))))
 
 
 def measure_wire(

@@ -69,6 +69,8 @@ class PeerProcess:
     def __init__(self, kind: str, region_bytes: int, seed: int, direction: Direction) -> None:
         command = [sys.executable, "-m", "kvbaton.bench.wire.peer", kind, str(region_bytes), str(seed)]
         reads = direction is Direction.READ
+        if kind in our_subjects():
+            our_subjects()[kind][1].tls()  # made here, where they are needed, so that both processes have the same
         self.content = content(seed, region_bytes) if reads else np.empty(0, np.uint8)
         self.memory = np.empty(0, np.uint8)
         files: tuple[int, ...] = () if reads else (os.memfd_create("kvbaton-wire-peer"),)
@@ -110,7 +112,8 @@ class _Ours:
         entry, variant = our_subjects()[name]
         region, self.memory = load(variant.memory)(np.zeros(region_bytes, np.uint8))
         self._direction = direction
-        self._transport = open_entry(entry, region, TransportSettings(unfenced_writes=direction is Direction.WRITE))
+        settings = TransportSettings(unfenced_writes=direction is Direction.WRITE, tls=variant.tls())
+        self._transport = open_entry(entry, region, settings)
         self._peers = [PeerRank(Incarnation(f"peer{number}")) for number in range(len(peers))]
         for peer, process in zip(self._peers, peers, strict=True):
             self._transport.connect(peer, msgspec.json.decode(process.description(), type=Endpoint))

@@ -357,6 +357,7 @@ class EngineCore:
         if unknown is not None:
             self._fail(sequence, f"the source's aux record names token {unknown}; the model has 0 to {vocabulary - 1}")
             return
+        self._counters.moved_bytes += event.stats.bytes_moved
         sequence.landed(aux, event.stats, self._clock())
         self._scheduler.land(sequence)
         if sequence.has_ended:

@@ -110,7 +110,7 @@ async def serve_instance(settings: InstanceSettings, report: Callable[[str], Non
     with ExitStack() as parts:
         instance = _EmbeddedInstance(settings, parts, report, lost)
         instance.start()
-        where = f"http://{settings.http_address}, control {settings.control_address}"
+        where = f"http{'s' if settings.trust.tls_dir else ''}://{settings.http_address}, control {settings.control_address}"
         report(f"{settings.role} instance of {instance.driver.card.model} on {where}, {settings.handoff.mode} mode")
         await serve_engine(
             instance.engine,
@@ -145,6 +145,7 @@ def _group_settings(settings: InstanceSettings, incarnation: Incarnation) -> Gro
         drop=settings.drop or ("all" if settings.drop_writes else ""),
         unfenced_writes=settings.handoff.unfenced_writes,
         allow=tuple(map(str, settings.trust.allowed.networks)) if settings.trust.allowed is not None else (),
+        tls_dir="" if settings.trust.tls_dir is None else str(settings.trust.tls_dir),
     )
     return GroupSettings(
         settings.model,

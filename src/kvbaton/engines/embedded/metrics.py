@@ -47,6 +47,7 @@ class EngineCollector(Collector):
         yield CounterMetricFamily("kvbaton_generated_tokens", "Tokens sampled.", stats.generated_tokens_total)
         yield CounterMetricFamily("kvbaton_cached_tokens", "Prompt tokens that were in the cache.", stats.cached_tokens_total)
         yield CounterMetricFamily("kvbaton_preemptions", "Requests put back to make room.", stats.preemptions_total)
+        yield CounterMetricFamily("kvbaton_moved_bytes", "Bytes of landed hand-offs.", stats.moved_bytes_total)
         yield CounterMetricFamily("kvbaton_steps", "Steps of the engine.", stats.steps_total)
         if self._agent is not None:
             yield from _agent_families(self._agent())

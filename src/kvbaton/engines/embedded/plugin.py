@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from kvbaton.config import CLUSTER_KEY_VARIABLE, Limits
+from kvbaton.config import Limits
 from kvbaton.core.addresses import ControlAddress, in_url
 from kvbaton.core.card import Card, RankCard, check_compatible
 from kvbaton.core.handoff import Incarnation
@@ -90,8 +90,8 @@ class EmbeddedServers(PreparedEngine):
             option = f"--{setting.replace('_', '-')}"
             command += [option] * value if isinstance(value, bool) else [option, value]
         command += [*_serve_arguments(options), *options.arguments]
-        url = f"http://{in_url(host)}:{port}"
-        environment = core_share(options.sharing) | {CLUSTER_KEY_VARIABLE: options.cluster_key}
+        url = f"{options.scheme}://{in_url(host)}:{port}"
+        environment = core_share(options.sharing) | options.trust_variables()
         return FleetPart(
             name,
             command,
@@ -100,6 +100,7 @@ class EmbeddedServers(PreparedEngine):
             base_url=url,
             control_address=str(ControlAddress.of(host, control_port)),
             handoffs_address=f"{in_url(host)}:{port}",
+            tls_dir=options.tls_dir,
         )
 
 

@@ -50,6 +50,7 @@ from kvbaton.engines.handoff_params import (
 from kvbaton.errors import BadRequest, KVBatonError
 from kvbaton.observe.timelines import Timelines
 from kvbaton.wire.log_limit import LogLimit
+from kvbaton.wire.tls import ClusterTls
 
 __all__ = ["Role", "make_app", "start_server"]
 
@@ -105,12 +106,17 @@ def make_app(
     return app
 
 
-async def start_server(app: web.Application, host: str, port: int, *, shutdown_timeout_s: float = 2.0) -> web.AppRunner:
-    """Listen; handlers are cancelled when their client disconnects. `await runner.cleanup()` stops. Raises OSError."""
+async def start_server(
+    app: web.Application, host: str, port: int, tls: ClusterTls | None = None, *, shutdown_timeout_s: float = 2.0
+) -> web.AppRunner:
+    """Listen, for HTTPS with `tls`; `await runner.cleanup()` stops. Handlers are cancelled when their client disconnects.
+
+    Raises OSError.
+    """
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout_s)
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port).start()
+        await web.TCPSite(runner, host, port, ssl_context=None if tls is None else tls.server).start()
     except OSError:
         await runner.cleanup()
         raise

@@ -33,6 +33,8 @@ class EngineStats:
     cached_tokens_total: int
     preemptions_total: int
     steps_total: int
+    moved_bytes_total: int = 0
+    """Bytes of landed hand-offs."""
 
 
 @dataclass(slots=True)
@@ -42,6 +44,7 @@ class Counters:
     steps: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    moved_bytes: int = 0
     finished: Counter[str] = field(default_factory=lambda: Counter({reason.value: 0 for reason in FinishReason}))
     handoffs: Counter[tuple[str, str]] = field(default_factory=Counter)
 
@@ -66,4 +69,5 @@ class Counters:
             cached_tokens_total=scheduler.cached_tokens_total,
             preemptions_total=scheduler.preemptions_total,
             steps_total=self.steps,
+            moved_bytes_total=self.moved_bytes,
         )

@@ -7,6 +7,7 @@ import platform
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from kvbaton.agent.engine_port import AgentStats, HandoffPort
@@ -23,6 +24,7 @@ from kvbaton.engines.instance import (
     LateAnnouncer,
     ModelIdentity,
     announcer_of,
+    answers,
     instance_card,
     new_incarnation,
     open_driver,
@@ -99,9 +101,10 @@ class RankInstance:
         half_settings = HalfSettings(
             pool.page_tokens,
             (pool.first_layer, pool.end_layer),
-            pool.pages,
+            pool.tables,
             announces=settings.mode is Mode.PUSH and place.shape.pp == 1,
             follows=not place.is_leader,
+            prefill_dp_size=settings.prefill_dp_size,
         )
         poison = pool.poison if settings.poison else None
         # Every rank checks by the leader's address, which routers know: all of them refuse, or none.
@@ -161,14 +164,18 @@ class RankInstance:
             model=model,
             routers=settings.routers,
             is_used=self.is_used,
-            cluster_key=settings.trust().key,
+            trust=settings.trust(),
             handoffs_address=settings.handoffs_address(place.host),
             heartbeat_s=settings.heartbeat_s,
             shape=place.shape,
             dispatch=Dispatch.BOOTSTRAP,
             bootstrap_port=place.control_port if place.role == "prefill" else 0,
         )
-        return None if announcer is None else LateAnnouncer(announcer, http_address)
+        return (
+            None
+            if announcer is None
+            else LateAnnouncer(announcer, http_address, partial(answers, tls_dir=settings.trust().tls_dir))
+        )
 
     def close(self) -> None:
         """Deregister, end every hand-off, and release everything. Idempotent."""

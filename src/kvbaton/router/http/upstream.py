@@ -6,6 +6,7 @@ A call that is closed before its end closes its connection at once: to an instan
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine
@@ -18,6 +19,7 @@ from kvbaton.discovery.registry import Instance
 from kvbaton.errors import PeerError, PeerLost, ProtocolError
 from kvbaton.router.http.call import Call, Caller
 from kvbaton.router.http.messages import InstanceAnswer, request_head
+from kvbaton.wire.tls import tls_reason
 
 __all__ = ["Upstream", "fetch"]
 
@@ -107,9 +109,17 @@ class InstanceConnection(asyncio.Protocol):
             return
         call.was_cut = True
         if self._in_head:
-            call.lose(PeerLost(f"{call.name} closed the connection ({error or 'without an answer'})"))
+            call.lose(PeerLost(f"{call.name} closed the connection ({self._why_closed(call, error)})"))
         else:
             call.lose(PeerLost(f"{call.name} broke off in the middle of its answer"))
+
+    def _why_closed(self, call: Call, error: Exception | None) -> str:
+        """In TLS 1.3 a server looks at the client's certificate last, and its alert may be lost with the connection."""
+        if isinstance(error, ssl.SSLError):
+            return tls_reason(error)
+        may_be_refused = self._upstream.is_encrypted and not call.was_kept
+        hint = "; it may refuse the certificate of this router: has that expired, is its authority in the instance's ca.crt?"
+        return f"{error or 'without an answer'}{hint if may_be_refused else ''}"
 
     def data_received(self, data: bytes) -> None:
         """Read on, and pass on in one piece what came in one piece."""
@@ -184,8 +194,12 @@ class InstanceConnection(asyncio.Protocol):
 class Upstream:
     """The router's connections to instances. Nothing waits for a free one: a call opens its own when none is kept."""
 
-    def __init__(self, connect_timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, connect_timeout_s: float, tls: ssl.SSLContext | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.clock = clock
+        self.is_encrypted = tls is not None
+        self._tls = tls
         self._connect_timeout_s = connect_timeout_s
         self._kept: defaultdict[str, deque[InstanceConnection]] = defaultdict(deque)
         self._open: set[InstanceConnection] = set()
@@ -279,7 +293,7 @@ class Upstream:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 _, connection = await loop.create_connection(
-                    lambda: InstanceConnection(self, call.address), host.strip("[]"), int(port)
+                    lambda: InstanceConnection(self, call.address), host.strip("[]"), int(port), ssl=self._tls
                 )
             self._open.add(connection)
             # The client may have left while we dialled; the connection is still good for another call.
@@ -289,6 +303,8 @@ class Upstream:
                 connection.begin(call, was_kept=False)
         except TimeoutError:
             call.lose(PeerLost(f"{call.name} cannot be reached (no connection within {self._connect_timeout_s:g} s)"))
+        except ssl.SSLError as error:
+            call.lose(PeerLost(f"{call.name} cannot be reached ({tls_reason(error)})"))
         except OSError as error:
             call.lose(PeerLost(f"{call.name} cannot be reached ({error.strerror or error})"))
         except Exception as error:

@@ -21,6 +21,7 @@ import logging
 import secrets
 import selectors
 import socket
+import ssl
 import threading
 import time
 from collections import Counter
@@ -32,8 +33,9 @@ from kvbaton.transport.base import Region, Runs, TransportSettings
 from kvbaton.transport.queued import IDLE_S
 from kvbaton.transport.runs import check_offsets
 from kvbaton.transport.tcp import wire
-from kvbaton.transport.tcp.sockets import VectorCalls, Vectors, tune
+from kvbaton.transport.tcp.sockets import TlsCalls, VectorCalls, Vectors, tune
 from kvbaton.transport.wakeup import Wakeup
+from kvbaton.wire.tls import TlsSocket, tls_reason
 
 __all__ = ["RegionServer", "listen"]
 
@@ -50,6 +52,7 @@ _NO_PIECES = np.empty((0, 2), np.uint64)
 
 
 class _ReaderPhase(enum.Enum):
+    TLS = enum.auto()
     HELLO = enum.auto()
     HANDSHAKE = enum.auto()
     REQUEST = enum.auto()
@@ -73,7 +76,7 @@ class _Reader:
         self._inbox = bytearray()
         self._wanted = wire.HANDSHAKE_BYTES
         self._request_id = 0
-        self.phase = _ReaderPhase.HELLO
+        self.phase = _ReaderPhase.TLS if isinstance(sock, TlsSocket) else _ReaderPhase.HELLO
         self._reply = _vectors_of(wire.pack_hello(self._challenge))
 
     @property
@@ -82,6 +85,11 @@ class _Reader:
 
     def on_readable(self) -> bool:
         """Take what has come; False when the connection is over. Raises ProtocolError for garbage."""
+        if isinstance(self.sock, TlsSocket) and self.phase is _ReaderPhase.TLS:
+            self.is_silent = False
+            self.sock.do_handshake()
+            self.phase = _ReaderPhase.HELLO
+            return True
         data = self.sock.recv(self._wanted - len(self._inbox))
         if not data:
             return False
@@ -107,6 +115,11 @@ class _Reader:
         else:
             self._await(_ReaderPhase.REQUEST, wire.REQUEST_BYTES)
         return True
+
+    @property
+    def has_more(self) -> bool:
+        """Whether TLS holds bytes that no selector shows."""
+        return not self.is_replying and isinstance(self.sock, TlsSocket) and self.sock.pending() > 0
 
     def owes(self) -> bool:
         """Whether the other end must move on: it is in the middle of something."""
@@ -169,7 +182,8 @@ class RegionServer:
     def __init__(self, region: Region, settings: TransportSettings) -> None:
         self.region = region
         self.staging = region.open_staging()
-        self.calls = VectorCalls()
+        self._tls = settings.tls
+        self.calls = VectorCalls() if settings.tls is None else TlsCalls()
         self._timeout_s = settings.timeout_s
         self._max_peers, self._streams = settings.max_peers, settings.streams
         self.secret = wire.Secret(secrets.token_bytes(wire.TOKEN_BYTES), settings.cluster_key, settings.incarnation or "")
@@ -245,27 +259,29 @@ class RegionServer:
             return
         address = str(source[0]).removeprefix("::ffff:")  # an IPv4 peer of a socket that listens on IPv6
         if self._admits is not None and not self._admits(address):
-            self._refuse_address(sock, address)
+            sock.close()
+            self._refuse(address, "it is not on the allow-list")
             return
         if len(self._unknown) >= _MAX_UNKNOWN:
             self._drop_unknown()
         tune(sock)
+        if self._tls is not None:
+            sock = self._tls.server.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         reader = _Reader(sock, address, self, time.monotonic() + min(self._timeout_s, _HANDSHAKE_S))
         try:
-            self._selector.register(sock, selectors.EVENT_WRITE, reader)
+            self._selector.register(sock, selectors.EVENT_WRITE if reader.is_replying else selectors.EVENT_READ, reader)
         except OSError:
             sock.close()
             return
         self._readers.add(reader)
         self._unknown[reader] = None
 
-    def _refuse_address(self, sock: socket.socket, address: str) -> None:
-        sock.close()
+    def _refuse(self, address: str, why: str) -> None:
         self.refused_total += 1
         now = time.monotonic()
         if now >= self._log_at:  # a scanner must not fill the log
             self._log_at = now + _LOG_EVERY_S
-            _log.warning("tcp port %d: a connection from %s is refused; it is not on the allow-list", self.port, address)
+            _log.warning("tcp port %d: a connection from %s is refused; %s", self.port, address, why)
 
     def _drop_unknown(self) -> bool:
         """End the unknown connection that is least likely to be a peer's (see the theory above); False when there is none."""
@@ -290,6 +306,9 @@ class RegionServer:
             alive = self._steps(reader)
         except BlockingIOError:
             pass
+        except ssl.SSLError as error:
+            self._refuse(reader.address, tls_reason(error))
+            alive = False
         except OSError:
             alive = False
         except Exception:  # noqa: BLE001 - what an unknown peer sends costs its own connection, never this thread
@@ -307,7 +326,9 @@ class RegionServer:
 
     def _steps(self, reader: _Reader) -> bool:
         """Go on with a reader as long as each step ends its phase, so that a request is read and answered in one turn."""
-        for _ in range(_MOST_STEPS):
+        steps = 0
+        while steps < _MOST_STEPS or reader.has_more:
+            steps += 1
             phase = reader.phase
             if not (reader.on_writable() if reader.is_replying else reader.on_readable()):
                 return False

@@ -16,6 +16,7 @@ import os
 import secrets
 import selectors
 import socket
+import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,8 @@ from kvbaton.transport.base import Endpoint, PeerRank, Region, RegionStaging, Ru
 from kvbaton.transport.queued import IDLE_S, REVOKED, BatchJob, Ledger, Mover, QueuedTransport, detail
 from kvbaton.transport.tcp import wire
 from kvbaton.transport.tcp.server import RegionServer
-from kvbaton.transport.tcp.sockets import VectorCalls, Vectors, tune
+from kvbaton.transport.tcp.sockets import TlsCalls, VectorCalls, Vectors, tune
+from kvbaton.wire.tls import ClusterTls, TlsSocket, tls_reason
 
 __all__ = ["TcpLink", "TcpTransport"]
 
@@ -40,6 +42,7 @@ _log = logging.getLogger("kvbaton.transport")
 _WINDOW = 2
 _TURN_BYTES = 4 << 20
 _LOW_WATER_BYTES = 1 << 20
+_RECORD_BYTES = 32 << 10
 _SCRATCH_BYTES = 256 << 10
 _HANDSHAKE_ID = 0
 
@@ -52,6 +55,7 @@ class LinkState(enum.Enum):
 
     CLOSED = enum.auto()
     CONNECTING = enum.auto()
+    TLS = enum.auto()
     HELLO = enum.auto()
     HANDSHAKE = enum.auto()
     OPEN = enum.auto()
@@ -81,7 +85,15 @@ class ReadAnswer:
 class TcpLink:
     """The kept connection to one peer; for the mover's thread only. Methods raise PeerError or OSError when it is lost."""
 
-    def __init__(self, peer: PeerRank, family: int, address: tuple[Any, ...], secret: wire.Secret, calls: VectorCalls) -> None:
+    def __init__(
+        self,
+        peer: PeerRank,
+        family: int,
+        address: tuple[Any, ...],
+        secret: wire.Secret,
+        calls: VectorCalls,
+        tls: ClusterTls | None = None,
+    ) -> None:
         self.peer = peer
         self.owner: TcpPeer | None = None
         self.state = LinkState.CLOSED
@@ -94,6 +106,7 @@ class TcpLink:
         self._address = address
         self._secret = secret
         self._calls = calls
+        self._tls = tls
         self._low_water = 1
         self._outbox = bytearray()
         self._requests: deque[_ReadRequest] = deque()
@@ -120,7 +133,7 @@ class TcpLink:
     @property
     def is_busy(self) -> bool:
         """Whether the peer owes something, so that lack of progress counts."""
-        return self.state in (LinkState.CONNECTING, LinkState.HELLO, LinkState.HANDSHAKE) or bool(self._requests)
+        return self.state not in (LinkState.CLOSED, LinkState.OPEN) or bool(self._requests)
 
     @property
     def has_to_write(self) -> bool:
@@ -177,9 +190,24 @@ class TcpLink:
             code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
                 raise PeerLost(f"cannot connect: {os.strerror(code)}")
-            self.state = LinkState.HELLO
+            if self._tls is None:
+                self.state = LinkState.HELLO
+            else:
+                self.sock = self._tls.client.wrap_socket(self.sock, do_handshake_on_connect=False)
+                self.state = LinkState.TLS
+                self._encrypt()
         if self._outbox:
             del self._outbox[: self.sock.send(self._outbox)]
+
+    def _encrypt(self) -> None:
+        """Go on with the handshake of TLS. Raises BlockingIOError while it is not over, SSLError when it fails."""
+        assert isinstance(self.sock, TlsSocket)  # noqa: S101
+        self.sock.do_handshake()
+        self.state = LinkState.HELLO
+
+    def _has_more(self) -> bool:
+        """Whether TLS holds bytes that no selector shows."""
+        return isinstance(self.sock, TlsSocket) and self.sock.pending() > 0
 
     def receive(self) -> Iterator[ReadAnswer]:
         """Take what has come, at most a turn's worth, straight into target memory; yields each answer when it is complete.
@@ -188,7 +216,9 @@ class TcpLink:
         """
         budget = _TURN_BYTES
         try:
-            while budget > 0:
+            if self.state is LinkState.TLS:
+                self._encrypt()
+            while budget > 0 or self._has_more():
                 budget -= self._receive_some()
                 if self._reply is not None and not self._left_bytes:
                     yield from self._end_reply(self._reply)
@@ -198,7 +228,8 @@ class TcpLink:
 
     def _set_low_water(self) -> None:
         """Be woken for a good piece of what is sure to come, not for every packet of it."""
-        least = _LOW_WATER_BYTES if self._reply is not None and self._left_bytes >= _LOW_WATER_BYTES else 1
+        # A record that TLS has read in part does not come again: what is left on the wire may be so much less.
+        least = _LOW_WATER_BYTES if self._reply is not None and self._left_bytes >= _LOW_WATER_BYTES + _RECORD_BYTES else 1
         if self.sock is not None and least != self._low_water:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
             self._low_water = least
@@ -420,6 +451,8 @@ class TcpMover(Mover[TcpPeer]):
             return
         except PeerError as error:
             self._fail_link(link, f"{type(error).__name__}: {link}: {error}")
+        except ssl.SSLError as error:
+            self._fail_link(link, f"PeerRefused: {link}: {tls_reason(error)}")
         except OSError as error:
             if not self._opens_again(link):
                 self._fail_link(link, f"PeerLost: {link}: {error}")
@@ -429,7 +462,7 @@ class TcpMover(Mover[TcpPeer]):
 
         The jobs stay in the schedule, and the next turn opens the link.
         """
-        if link.state not in (LinkState.HELLO, LinkState.HANDSHAKE) or link.attempts >= _ATTEMPTS:
+        if link.state not in (LinkState.TLS, LinkState.HELLO, LinkState.HANDSHAKE) or link.attempts >= _ATTEMPTS:
             return False
         self._shut_link(link)
         return True
@@ -507,13 +540,14 @@ class TcpTransport(QueuedTransport[TcpPeer]):
 
     def __init__(self, region: Region, settings: TransportSettings) -> None:
         self._server = RegionServer(region, settings)
-        self._calls = VectorCalls()
+        self._calls = VectorCalls() if settings.tls is None else TlsCalls()
         ledger: Ledger[TcpPeer] = Ledger(region, settings)
         super().__init__(region, settings, ledger, TcpMover(ledger, region, settings))
 
     def _details(self) -> dict[str, str | int]:
         host = self._settings.advertise_host or self._server.host
-        return {"host": host, "port": self._server.port, "token": self._server.secret.token.hex()}
+        details: dict[str, str | int] = {"host": host, "port": self._server.port, "token": self._server.secret.token.hex()}
+        return details if self._settings.tls is None else details | {"tls": 1}
 
     def _link(self, peer: PeerRank, endpoint: Endpoint) -> TcpPeer:
         host, port = detail(endpoint, "host", str), detail(endpoint, "port", int)
@@ -526,9 +560,16 @@ class TcpTransport(QueuedTransport[TcpPeer]):
             raise TransportError(f"tcp endpoint: port is {port}, token has {len(token)} bytes; fetch its card again")
         if self._settings.admits is not None and not self._settings.admits(host):
             raise TransportError(f"tcp endpoint: host {host} is not on the allow-list; add it with --allow")
+        is_encrypted = "tls" in endpoint.details and detail(endpoint, "tls", int) > 0
+        if is_encrypted is not (self._settings.tls is not None):
+            how = "encrypts, and this side does not" if self._settings.tls is None else "does not encrypt, and this side does"
+            raise TransportError(f"tcp endpoint: the peer at {host} {how}; set the same certificates (tls_dir) on both sides")
         incarnation = str(endpoint.details.get("incarnation", ""))
         secret = wire.Secret(token, self._settings.cluster_key, incarnation)
-        return TcpPeer(peer, [TcpLink(peer, found[0], found[4], secret, self._calls) for _ in range(self._settings.streams)])
+        return TcpPeer(
+            peer,
+            [TcpLink(peer, found[0], found[4], secret, self._calls, self._settings.tls) for _ in range(self._settings.streams)],
+        )
 
     def _release(self) -> None:
         if not self._server.stop(self._settings.timeout_s):

@@ -11,9 +11,14 @@ from typing import cast
 
 import pytest
 
+from kvbaton.config import Trust
+from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.handoff import Incarnation, Mode
+from kvbaton.core.topology import Shape
 from kvbaton.discovery.announcer import Announcer
+from kvbaton.discovery.messages import Registration
 from kvbaton.engines import instance
-from kvbaton.engines.instance import LateAnnouncer, answers
+from kvbaton.engines.instance import LateAnnouncer, ModelIdentity, answers
 from kvbaton.launch.ports import PortPicker
 from watching import wait_until
 
@@ -107,7 +112,7 @@ def test_an_api_that_never_answers_is_told_of_now_and_then(
     late.start()
     wait_until(lambda: len(caplog.messages) >= 2, "it says so twice")
     late.stop()
-    assert "http://10.0.0.5:8443/health has not answered for 300 s" in caplog.messages[0]
+    assert "the API at 10.0.0.5:8443 has not answered for 300 s" in caplog.messages[0]
     assert "--ssl-certfile" in caplog.messages[0]
     assert next(looks) > 2 * 300
 
@@ -120,3 +125,21 @@ def test_nothing_is_said_of_an_api_that_is_only_slow(monkeypatch: pytest.MonkeyP
     wait_until(lambda: voice.said == ["start"], "it registers")
     late.stop()
     assert caplog.messages == []
+
+
+def test_an_instance_registers_its_true_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Registration] = []
+    monkeypatch.setattr(instance, "Announcer", lambda registration, *_, **__: sent.append(registration))
+    instance.announcer_of(
+        role="prefill",
+        http_address="127.0.0.1:8001",
+        control_address=ControlAddress.of("127.0.0.1", 7001),
+        mode=Mode.PUSH,
+        incarnation=Incarnation("one"),
+        model=ModelIdentity("model", "print"),
+        routers=["127.0.0.1:9"],
+        is_used=lambda: False,
+        trust=Trust(),
+        shape=Shape.parse("dp2,pp3,tp4"),
+    )
+    assert [(each.dp_size, each.pp_size, each.tp_size) for each in sent] == [(2, 3, 4)]

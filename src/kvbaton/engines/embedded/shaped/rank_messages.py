@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -19,6 +20,7 @@ from kvbaton.engines.embedded.shaped.drops import dropping
 from kvbaton.engines.embedded.shaped.memory import CACHE_DTYPES
 from kvbaton.transport.base import Transport, TransportSettings
 from kvbaton.transport.choose import open_transport
+from kvbaton.wire.tls import cluster_tls
 
 __all__ = [
     "GroupSettings",
@@ -62,7 +64,8 @@ class Links(msgspec.Struct, frozen=True):
 class RankTransport(msgspec.Struct, frozen=True):
     """The transport of a rank. `drop` names what a control leaves out; see `drops.py`.
 
-    `unfenced_writes` allows peers to write into its memory, and this rank into theirs. `allow` are the networks of peers.
+    `unfenced_writes` allows peers to write into its memory, and this rank into theirs. `allow` are the networks of peers,
+    `tls_dir` has the certificates with which it encrypts.
     """
 
     name: str
@@ -73,6 +76,7 @@ class RankTransport(msgspec.Struct, frozen=True):
     drop: str = ""
     unfenced_writes: bool = False
     allow: tuple[str, ...] = ()
+    tls_dir: str = ""
 
 
 class GroupSettings(msgspec.Struct, frozen=True):
@@ -187,6 +191,7 @@ def open_rank_transport(settings: RankTransport, cache: RegionCache, cluster_key
         host=settings.host,
         advertise_host=settings.advertise_host,
         cluster_key=cluster_key,
+        tls=cluster_tls(Path(settings.tls_dir)) if settings.tls_dir else None,
         unfenced_writes=settings.unfenced_writes,
         admits=parse_trust(allow=settings.allow).accepts_from,
     )

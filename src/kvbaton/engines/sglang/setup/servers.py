@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from kvbaton.compat.mori.command_lines import switch_variables
-from kvbaton.config import CLUSTER_KEY_VARIABLE, HandoffSettings
+from kvbaton.config import HandoffSettings
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.topology import Shape
-from kvbaton.engines.base import EngineOptions, PreparedEngine
+from kvbaton.engines.base import EngineOptions, PreparedEngine, ssl_arguments
 from kvbaton.engines.sglang.settings import CONFIG_VARIABLE
 from kvbaton.engines.sglang.setup.environment import SglangEnvironment
 from kvbaton.launch.fleet import FleetPart, core_share
@@ -89,9 +89,11 @@ class SglangServers(PreparedEngine):
             arguments += ["--pp-size", str(shape.pp)]
         if shape.tp * shape.pp > 1:
             variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(shape.tp * shape.pp)))
-        url = f"http://{_HOST}:{port}"
+        variables |= options.tls_variables()
+        arguments += ssl_arguments(options.tls_dir)
+        url = f"{options.scheme}://{_HOST}:{port}"
         command = [*self.environment.command, *arguments, *options.arguments]
-        return FleetPart(name, command, f"{url}/health", variables, base_url=url)
+        return FleetPart(name, command, f"{url}/health", variables, base_url=url, tls_dir=options.tls_dir)
 
 
 def _with_kvbaton(servers: SglangServers, name: str, role: str, ports: PortPicker, routers: Sequence[str]) -> FleetPart:
@@ -106,7 +108,7 @@ def _with_kvbaton(servers: SglangServers, name: str, role: str, ports: PortPicke
     variables = {CONFIG_VARIABLE: json.dumps(backend_settings(options.handoff, extra))}
     return replace(
         part,
-        environment=part.environment | variables | {CLUSTER_KEY_VARIABLE: options.cluster_key},
+        environment=part.environment | variables | options.trust_variables(),
         control_address=str(ControlAddress.of(_HOST, control_port)),
         handoffs_address=f"{_HOST}:{handoffs_port}",
     )
@@ -118,7 +120,7 @@ def _with_own(servers: SglangServers, name: str, role: str, backend: str, ports:
     part = servers.plain_part(name, role, backend, ports, bootstrap_port)
     control_address = str(ControlAddress.of(_HOST, bootstrap_port))
     listed: dict[str, str | int] = {"type": "P" if role == "prefill" else "D", "transfer_mode": "WRITE"}
-    listed |= {"http_address": part.base_url.removeprefix("http://"), "zmq_address": control_address}
+    listed |= {"http_address": part.base_url.partition("://")[2], "zmq_address": control_address}
     listed |= {"dispatch": "bootstrap", "bootstrap_port": bootstrap_port}
     return replace(part, control_address=control_address, listed=listed)
 

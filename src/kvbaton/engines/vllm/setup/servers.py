@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from kvbaton.compat.mori.command_lines import switch_variables
-from kvbaton.config import CLUSTER_KEY_VARIABLE, HandoffSettings
+from kvbaton.config import HandoffSettings
 from kvbaton.core.addresses import ControlAddress, in_url
 from kvbaton.core.handoff import Mode
 from kvbaton.core.topology import Shape
-from kvbaton.engines.base import EngineOptions, PreparedEngine
+from kvbaton.engines.base import EngineOptions, PreparedEngine, ssl_arguments
 from kvbaton.engines.vllm.setup.environment import VllmEnvironment
 from kvbaton.errors import ConfigError
 from kvbaton.launch.fleet import FleetPart, core_share
@@ -26,6 +27,7 @@ __all__ = [
     "VllmServers",
     "check_shape",
     "gpu_cache_bytes",
+    "https_arguments",
     "serve_arguments",
     "transfer_config",
 ]
@@ -76,7 +78,7 @@ def _shape_arguments(shape: Shape) -> list[str]:
 
 
 def _eager_arguments(shape: Shape) -> list[str]:
-    """What keeps vLLM from compiling kernels, which takes longer than it saves here.
+    """What keeps vLLM on CPUs from compiling kernels, which takes longer than it saves there.
 
     A server of several stages must run once before it serves, else its first request ends it: later stages make their input
     buffers then. vLLM skips that run with `--enforce-eager`, so those trace the model, and compile nothing.
@@ -95,6 +97,8 @@ class VllmServers(PreparedEngine):
     """More of `kv_connector_extra_config`."""
     cache_bytes: int = 1 << 30
     """Of each rank."""
+    context_tokens: int = MAX_MODEL_TOKENS
+    """Prompt and answer together."""
 
     def part(self, name: str, role: str, ports: PortPicker, routers: Sequence[str] = ()) -> FleetPart:
         """One vLLM server; role `both` is a plain server without any connector."""
@@ -107,7 +111,9 @@ class VllmServers(PreparedEngine):
         """A server with this `--kv-transfer-config`, or without one."""
         options, shape = self.options, check_shape(self.options.shape)
         arguments = [*serve_arguments(str(self.model), options.host, port, config), *_shape_arguments(shape)]
-        arguments += [*_eager_arguments(shape), "--kv-cache-memory-bytes", str(self.cache_bytes)]
+        arguments += ["--max-model-len", str(self.context_tokens)]
+        arguments += ["--enforce-eager"] if options.device != "cpu" else _eager_arguments(shape)
+        arguments += ["--kv-cache-memory-bytes", str(self.cache_bytes)]
         arguments += ["--served-model-name", options.served_name or options.model, "--dtype", options.cache_dtype]
         if options.cache_blocks is not None:
             arguments += ["--num-gpu-blocks-override", str(options.cache_blocks)]
@@ -115,15 +121,21 @@ class VllmServers(PreparedEngine):
             arguments += ["--max-num-batched-tokens", str(options.step_tokens)]
         variables = self.environment.variables()
         if options.device == "cpu":
-            arguments += ["--max-model-len", str(MAX_MODEL_TOKENS)]
             variables |= core_share(options.sharing * shape.ranks * shape.dp)
         else:
             arguments += _gpu_arguments(options)
             # Triton rounds the numbers of a product to 19 bits otherwise, differently in prefill and in decode.
             variables["TRITON_F32_DEFAULT"] = "ieee"
-        url = f"http://{in_url(options.host)}:{port}"
+        variables |= options.tls_variables()
+        arguments += https_arguments(options.tls_dir)
+        url = f"{options.scheme}://{in_url(options.host)}:{port}"
         command = [*self.environment.command, *arguments, *options.arguments]
-        return FleetPart(name, command, f"{url}/health", variables, base_url=url)
+        return FleetPart(name, command, f"{url}/health", variables, base_url=url, tls_dir=options.tls_dir)
+
+
+def https_arguments(tls_dir: Path | None) -> list[str]:
+    """HTTPS with these certificates, for clients that show one of the same authority."""
+    return [*ssl_arguments(tls_dir), "--ssl-cert-reqs", str(int(ssl.CERT_REQUIRED))] if tls_dir is not None else []
 
 
 def _gpu_arguments(options: EngineOptions) -> list[str]:
@@ -133,7 +145,7 @@ def _gpu_arguments(options: EngineOptions) -> list[str]:
     differently.
     """
     share = f"{_GPU_SHARE / max(options.sharing, 1):.3f}"
-    arguments = ["--max-model-len", str(GPU_MODEL_TOKENS), "--gpu-memory-utilization", share, "--no-enable-prefix-caching"]
+    arguments = ["--gpu-memory-utilization", share, "--no-enable-prefix-caching"]
     # FlashAttention has no kernels for float32; Triton's are compiled on the machine, for every type.
     return arguments + (["--attention-backend", "TRITON_ATTN"] if options.cache_dtype == "float32" else [])
 
@@ -167,7 +179,7 @@ def _with_kvbaton(
     part = servers.plain_part(name, port, transfer_config(role, options.handoff, extra))
     return replace(
         part,
-        environment=part.environment | {CLUSTER_KEY_VARIABLE: options.cluster_key},
+        environment=part.environment | options.trust_variables(),
         control_address=str(ControlAddress.of(host, extra["control_port"])),
         handoffs_address=f"{in_url(host)}:{extra['handoffs_port']}",
     )

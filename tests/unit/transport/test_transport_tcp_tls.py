@@ -1,0 +1,126 @@
+"""The tcp transport inside TLS: what is refused, by name and on both sides, and bytes of every size of piece."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from tcp_rig import CONTENT, SOURCE, complete, dial, make, read
+
+from kvbaton.errors import ConfigError, TransportError
+from kvbaton.transport.base import Batch, Direction, Region, TransportSettings
+from kvbaton.transport.choose import open_transport
+from kvbaton.transport.tcp import TcpTransport
+from kvbaton.wire.tls import ClusterTls
+from tls_files import expired_files, other_tls, our_tls
+from watching import wait_until
+
+
+@contextmanager
+def pair(source: ClusterTls | None, target: ClusterTls | None) -> Iterator[tuple[TcpTransport, TcpTransport]]:
+    with closing(make("source", CONTENT, tls=source)) as there, closing(make("target", tls=target)) as here:
+        yield there, here
+
+
+def test_bytes_are_read_through_tls() -> None:
+    with pair(our_tls(), our_tls()) as (source, target):
+        target.connect(SOURCE, source.endpoint())
+        assert read(target).error == ""
+        assert bytes(target._region.view[:16]) == CONTENT[:16]
+
+
+@pytest.mark.parametrize("piece", [1, 1000, 4096, 16384, 16385, 100_000, 1 << 20])
+def test_pieces_of_every_size_arrive_in_their_places(piece: int) -> None:
+    count = max(2, min(3000, (2 << 20) // piece))
+    size = count * piece
+    content = np.random.default_rng(piece).integers(0, 256, size, np.uint8)
+    starts = np.arange(count, dtype=np.uint64) * np.uint64(piece)
+    runs = np.stack([starts, starts[::-1], np.full(count, piece, np.uint64)], axis=1)
+    with (
+        closing(make("source", content.tobytes(), tls=our_tls())) as source,
+        closing(make("target", bytes(size), tls=our_tls())) as target,
+    ):
+        target.connect(SOURCE, source.endpoint())
+        target.post(Batch(SOURCE, Direction.READ, runs))
+        assert complete(target).error == ""
+        expected = content.reshape(count, piece)[::-1].reshape(-1)
+        assert np.array_equal(np.frombuffer(target._region.view, np.uint8), expected)
+
+
+def test_another_authority_is_refused_on_both_sides(caplog: pytest.LogCaptureFixture) -> None:
+    with pair(our_tls(), other_tls()) as (source, target), caplog.at_level(logging.WARNING):
+        target.connect(SOURCE, source.endpoint())
+        assert "the certificate of the peer is refused" in read(target).error
+        wait_until(lambda: source._server.refused_total >= 1, "the source counts it")
+        assert "the peer refuses the certificate of this side" in caplog.text
+
+
+def test_an_expired_certificate_is_refused_on_both_sides(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("kvbaton.wire.tls._try_out", lambda *_: "")
+        expired = ClusterTls(expired_files())
+    with pair(our_tls(), expired) as (source, target), caplog.at_level(logging.WARNING):
+        target.connect(SOURCE, source.endpoint())
+        assert "the peer refuses the certificate of this side: it has expired" in read(target).error
+        wait_until(lambda: source._server.refused_total >= 1, "the source counts it")
+        assert "certificate has expired" in caplog.text
+
+
+@pytest.mark.parametrize(("source_tls", "target_tls"), [(True, False), (False, True)])
+def test_a_peer_that_does_not_encrypt_is_refused_by_its_card(source_tls: bool, target_tls: bool) -> None:
+    with pair(our_tls() if source_tls else None, our_tls() if target_tls else None) as (source, target):
+        how = "encrypts, and this side does not" if source_tls else "does not encrypt, and this side does"
+        with pytest.raises(TransportError, match=f"{how}; set the same certificates"):
+            target.connect(SOURCE, source.endpoint())
+
+
+def test_a_plain_reader_that_forges_the_card_gets_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with closing(make("source", CONTENT, tls=our_tls())) as source, caplog.at_level(logging.WARNING):
+        with dial(source.endpoint()) as sock:
+            sock.sendall(b"KVBATON\x03" + bytes(100))
+            received = b""
+            with contextlib.suppress(ConnectionError):
+                while data := sock.recv(1000):
+                    received += data
+            assert len(received) < 16  # an alert of TLS at most
+        wait_until(lambda: source._server.refused_total == 1, "it is counted")
+        assert "does not encrypt" in caplog.text
+
+
+def test_a_plain_source_behind_a_forged_card_is_named() -> None:
+    with pair(None, our_tls()) as (source, target):
+        endpoint = source.endpoint()
+        target.connect(SOURCE, msgspec.structs.replace(endpoint, details=endpoint.details | {"tls": 1}))
+        assert "does not encrypt" in read(target).error
+
+
+def test_new_certificates_are_used_by_the_next_connection(tmp_path: Path) -> None:
+    from kvbaton.wire.certificates import make_certificate
+
+    make_certificate(tmp_path)
+    now = [0.0]
+    tls = ClusterTls(tmp_path, lambda: now[0])
+    with pair(tls, tls) as (source, target):
+        target.connect(SOURCE, source.endpoint())
+        assert read(target).error == ""
+        make_certificate(tmp_path, new_authority=True)
+        make_certificate(tmp_path)
+        now[0] += 2
+        assert read(target).error == ""  # over the open connection
+        target.revoke(SOURCE)
+        target.connect(SOURCE, source.endpoint())
+        assert read(target).error == ""
+
+
+@pytest.mark.parametrize("name", ["nixl", "mooncake", "mori"])
+def test_transports_that_leave_the_host_in_the_clear_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"transport {name} does not encrypt; choose tcp"):
+        open_transport(name, Region.of(bytearray(8)), TransportSettings(tls=our_tls()))
