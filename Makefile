@@ -128,7 +128,7 @@ $(VENV)-movers/.installed: $(VENV)/.installed-dev
 	@touch $@
 
 test-mori: $(VENV)/.installed-dev
-	$(BIN)/pytest tests/contract/test_exchange_contract.py tests/compat/mori -rs --timeout 900 $(ARGS)
+	$(BIN)/pytest tests/contract/test_exchange_contract.py tests/contract/test_exchange_gpu.py tests/compat/mori -rs --timeout 900 $(ARGS)
 
 test-compat: $(VENV)/.installed-dev $(VENV)-movers/.installed
 	$(BIN)/pytest -m compat $(call marked,compat) -rs --timeout 600 $(ARGS)

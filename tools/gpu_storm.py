@@ -14,6 +14,7 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
 import sys
 import time
@@ -24,7 +25,7 @@ from typing import Any
 
 import aiohttp
 
-from kvbaton.config import HandoffSettings
+from kvbaton.config import HTTP_KEY_HEADER, HandoffSettings, http_token
 from kvbaton.core.handoff import Mode
 from kvbaton.engines.base import Controls, EngineOptions, pair_parts
 from kvbaton.engines.table import find_engine
@@ -49,6 +50,7 @@ class Stand:
     router: str
     healthy_s: float
     session: aiohttp.ClientSession
+    key: str
     generator: random.Random = field(default_factory=lambda: random.Random(4))
     problems: list[str] = field(default_factory=list)
 
@@ -97,6 +99,21 @@ class Stand:
             except OSError:
                 continue
         return total
+
+    def _asked(self, path: str) -> Any:
+        """What the decode server has noted of hand-offs."""
+        headers = {HTTP_KEY_HEADER: http_token(self.key.encode())}
+        request = urllib.request.Request(f"http://{self.parts['decode-0'].handoffs_address}{path}", headers=headers)
+        with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310 - loopback
+            return json.loads(answer.read())
+
+    def transfers(self) -> set[str]:
+        """Those that the decode server knows."""
+        return {each["transfer_id"] for each in self._asked("/handoffs")["handoffs"]}
+
+    def stages(self, transfer: str) -> list[str]:
+        """How far one has come there."""
+        return [note["stage"] for side in self._asked(f"/handoffs/{transfer}")["sides"] for note in side["notes"]]
 
     async def quiet(self) -> dict[str, dict[str, float]]:
         """Wait until nothing is under way; an idle server publishes after a step, so it is asked for one now and then."""
@@ -156,11 +173,29 @@ async def with_aborts(stand: Stand) -> dict[str, Any]:
     return {"requests": 300, **count(stand, list(verdicts), ("equal", "near tie", "left"))}
 
 
-async def killed(stand: Stand, name: str, after_s: float) -> dict[str, Any]:
-    """Kill one server under load; the other answers alone, and both again when it is back."""
+STAGES = ("arrived", "announced", "confirmed", "first step")
+"""Of a target: the request is there; prefill announces, and caches move; all of it is there; it is decoded."""
+
+
+async def until_stage(stand: Stand, stage: str, known: set[str]) -> str:
+    """Wait until the target of a hand-off that is not `known` has come so far; returns the last stage that it had by then."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        for transfer in stand.transfers() - known:
+            stages = stand.stages(transfer)
+            if stage in stages:
+                return stages[-1]
+        await asyncio.sleep(0)
+    stand.problems.append(f"no hand-off came to {stage!r}")
+    return ""
+
+
+async def killed(stand: Stand, name: str, stage: str) -> dict[str, Any]:
+    """Kill one server when a hand-off has come so far; the other answers alone, and both again when it is back."""
     other = SIDES[1 - SIDES.index(name)]
+    known = stand.transfers()
     under_way = [asyncio.create_task(stand.compared(stand.prompt(3000))) for _ in range(8)]
-    await asyncio.sleep(after_s)
+    last = await until_stage(stand, stage, known)
     os.killpg(stand.fleet.pid(name), signal.SIGKILL)
     verdicts = list(await asyncio.gather(*under_way))
     prompt = stand.prompt(700)
@@ -180,18 +215,21 @@ async def killed(stand: Stand, name: str, after_s: float) -> dict[str, Any]:
         await asyncio.sleep(0.5)
     return {
         "killed": name,
-        "after_s": after_s,
+        "at": stage,
+        "last_stage_seen": last,
         "under_way": count(stand, verdicts, ("equal", "near tie", "failed", "not handed off")),
         "the_other_alone": str(survives),
         "with_the_new_one": count(stand, again, ("equal", "near tie")),
     }
 
 
-async def run(fleet: Fleet, parts: dict[str, FleetPart], router: str, healthy_s: float, kills: bool) -> dict[str, Any]:
+async def run(
+    fleet: Fleet, parts: dict[str, FleetPart], router: str, healthy_s: float, key: str, *, kills: bool
+) -> dict[str, Any]:
     """Everything, in order."""
     timeout = aiohttp.ClientTimeout(total=240)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
-        stand = Stand(fleet, parts, router, healthy_s, session)
+        stand = Stand(fleet, parts, router, healthy_s, session, key)
         warm = list(await asyncio.gather(*(stand.compared(stand.prompt(200)) for _ in range(64))))
         report: dict[str, Any] = {"warm_up": count(stand, warm, ("equal", "near tie"))}
         await stand.quiet()
@@ -208,7 +246,7 @@ async def run(fleet: Fleet, parts: dict[str, FleetPart], router: str, healthy_s:
             ):
                 stand.problems.append(f"{name} has more than before: {before[name]}, {after[name]}")
         if kills:
-            report["kills"] = [await killed(stand, name, after_s) for after_s in (0.05, 0.6) for name in SIDES]
+            report["kills"] = [await killed(stand, name, stage) for stage in STAGES for name in SIDES]
             report["left_over_after_kills"] = await stand.quiet()
         return {"ok": not stand.problems, "problems": stand.problems, **report}
 
@@ -220,6 +258,7 @@ def main() -> int:
     parser.add_argument("--mode", default="push")
     parser.add_argument("--transport", default="cuda")
     parser.add_argument("--no-kills", action="store_true")
+    parser.add_argument("--engine-arguments", default="--gpu-memory-utilization 0.04")
     chosen = parser.parse_args()
     engine = find_engine("vllm")
     options = EngineOptions(
@@ -230,6 +269,7 @@ def main() -> int:
         device="cuda",
         served_name=NAME,
         controls=Controls(poison=True),
+        arguments=tuple(shlex.split(chosen.engine_arguments)),
     )
     engine.check_support(options)
     prepared = engine.prepare(options, lambda _: None)
@@ -242,7 +282,10 @@ def main() -> int:
             fleet.start(part)
         fleet.wait_healthy(engine.healthy_within_s)
         named = {part.name: part for part in parts}
-        report = asyncio.run(run(fleet, named, f"http://127.0.0.1:{router_port}", engine.healthy_within_s, not chosen.no_kills))
+        address = f"http://127.0.0.1:{router_port}"
+        report = asyncio.run(
+            run(fleet, named, address, engine.healthy_within_s, options.cluster_key, kills=not chosen.no_kills)
+        )
     sys.stdout.write(json.dumps({"command": "gpu_storm", "mode": chosen.mode, "transport": chosen.transport, **report}) + "\n")
     return 0 if report["ok"] else 1
 

@@ -24,6 +24,7 @@ HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parent / "src"
 
 SIZES = "--cudagraph-capture-sizes 1 2 4 8 16"
+SHARED = "--worker-cls shared_gpu_worker.SharedGpuWorker --distributed-executor-backend mp --disable-custom-all-reduce"
 FULL_GRAPHS = f"--no-enforce-eager -cc.mode=none -cc.cudagraph_mode=FULL {SIZES}"
 COMPILED = f"--no-enforce-eager {SIZES}"
 
@@ -36,13 +37,33 @@ class Step:
     seconds: int
     fails: bool = False
     script: bool = False
+    alone: bool = True
+    """Whether it needs most of the memory of the GPU, or measures times."""
 
 
-def verify(more: str, *, model: str = "m8b", requests: int = 12, fails: bool = False, seconds: int = 300) -> Step:
-    """A verification on the GPU."""
-    common = f"verify --engine vllm --device cuda --model {{models}}/{model} --requests {requests} --json"
-    lengths = "--shortest-prompt 16 --longest-prompt 8192 --max-tokens 16"
-    return Step(f"{common} {lengths} {more}", seconds, fails)
+def verify(more: str, *, requests: int = 12, fails: bool = False) -> Step:
+    """A verification with the large model; the seed draws prompts of 19 to 8,042 tokens."""
+    common = f"verify --engine vllm --device cuda --model {{models}}/m8b --requests {requests} --json"
+    lengths = "--shortest-prompt 16 --longest-prompt 8192 --max-tokens 16 --seed 30"
+    return Step(f"{common} {lengths} {more}", 300, fails)
+
+
+def small(more: str, *, model: str = "{models}/tiny", fails: bool = False, engine: str = "") -> Step:
+    """A verification with a small model; several share the GPU."""
+    arguments = shlex.quote(f"--gpu-memory-utilization 0.04 {engine}".strip())
+    common = f"verify --engine vllm --device cuda --model {model} --requests {8 if fails else 16} --shortest-prompt 2 --json"
+    return Step(f"{common} --engine-arguments={arguments} {more}", 300, fails, alone=False)
+
+
+def cut(prefill: str, decode: str, more: str = "", *, fails: bool = False) -> Step:
+    """Several ranks, all on the one GPU."""
+    shapes = f"--transport cuda --prefill-shape {prefill} --decode-shape {decode} --concurrency 2 {more}"
+    return small(shapes, model="small-llama", engine=SHARED, fails=fails)
+
+
+def kind(model: str, more: str = "", *, fails: bool = False) -> Step:
+    """A small model of another kind of cache."""
+    return small(f"--transport cuda {more}", model=f"small-{model}", fails=fails)
 
 
 def bench(more: str) -> Step:
@@ -52,24 +73,45 @@ def bench(more: str) -> Step:
 
 
 STEPS: dict[str, Step] = {
-    "tiny-push": verify("--transport cuda --mode push --concurrency 8", model="tiny", seconds=240),
-    "tiny-pull": verify("--transport cuda --mode pull --concurrency 8", model="tiny", seconds=240),
-    "tiny-tcp": verify("--transport tcp --mode push --concurrency 4", model="tiny", seconds=240),
-    "tiny-local": verify("--transport local --mode push --concurrency 4", model="tiny", seconds=240),
-    "tiny-nixl": verify("--transport nixl --mode pull --concurrency 4", model="tiny", seconds=240),
-    "tiny-virtual": verify(
-        "--transport cuda --mode push --concurrency 4 --engine-arguments=--enable-cumem-allocator", model="tiny", seconds=240
-    ),
-    "tiny-drop": verify("--transport cuda --mode push --drop-writes", model="tiny", requests=8, fails=True, seconds=240),
+    "tiny-push": small("--transport cuda --mode push --concurrency 8"),
+    "tiny-pull": small("--transport cuda --mode pull --concurrency 8"),
+    "tiny-tcp": small("--transport tcp --mode push --concurrency 4"),
+    "tiny-nixl": small("--transport nixl --mode pull --concurrency 4"),
+    "tiny-virtual": small("--transport cuda --mode push --concurrency 4", engine="--enable-cumem-allocator"),
+    "tiny-block-64": small("--transport cuda --mode push --concurrency 4", engine="--block-size 64"),
+    "tiny-block-256": small("--transport cuda --mode pull --concurrency 4", engine="--block-size 256"),
+    "tiny-fp8": small("--transport cuda --mode push --concurrency 4", engine="--kv-cache-dtype fp8"),
+    "tiny-drop": small("--transport cuda --mode push --drop-writes", fails=True),
+    "tp1-tp2": cut("tp1", "tp2", "--mode push"),
+    "tp2-tp1": cut("tp2", "tp1", "--mode push"),
+    "tp2-tp2": cut("tp2", "tp2", "--mode pull"),
+    "pp2-tp1": cut("pp2", "tp1", "--mode push"),
+    "tp1-pp2": cut("tp1", "pp2", "--mode pull"),
+    "pp2-tp2": cut("pp2", "tp2", "--mode push"),
+    "tp2-tp1-drop": cut("tp2", "tp1", "--mode push --drop heads", fails=True),
+    "pp2-tp1-drop": cut("pp2", "tp1", "--mode push --drop layers", fails=True),
+    "mistral": kind("mistral", "--mode push"),
+    "mistral-pull": kind("mistral", "--mode pull"),
+    "gemma3-pull": kind("gemma3", "--mode pull"),
+    "gemma3": kind("gemma3", "--mode push"),
+    "gptoss": kind("gptoss", "--mode pull"),
+    "granite4": kind("granite4", "--mode push"),
+    "granite4-drop": kind("granite4", "--mode push --drop state", fails=True),
+    "falcon-h1": kind("falcon-h1", "--mode pull"),
+    "nemotron-h": kind("nemotron-h", "--mode push"),
+    "mamba2": kind("mamba2", "--mode push"),
+    "mla": kind("mla-128", "--mode push --cache-dtype bfloat16 --integrity full"),
+    "eagle": kind("eagle", "--mode push"),
+    "draft": kind("draft-8h", "--mode push"),
     "push-eager": verify("--transport cuda --mode push --concurrency 1"),
     "pull-eager": verify("--transport cuda --mode pull --concurrency 1"),
     "push-graphs": verify(f"--transport cuda --mode push --concurrency 1 --engine-arguments={shlex.quote(FULL_GRAPHS)}"),
     "pull-graphs": verify(f"--transport auto --mode pull --concurrency 1 --engine-arguments={shlex.quote(FULL_GRAPHS)}"),
     "push-compiled": verify(f"--transport cuda --mode push --concurrency 1 --engine-arguments={shlex.quote(COMPILED)}"),
     "drop-writes": verify("--transport cuda --mode push --drop-writes", requests=4, fails=True),
-    "storm-push": Step(f"{HERE}/gpu_storm.py {{models}}/tiny --mode push", 420, script=True),
-    "storm-pull": Step(f"{HERE}/gpu_storm.py {{models}}/tiny --mode pull --no-kills", 200, script=True),
-    "storm-8b": Step(f"{HERE}/gpu_storm.py {{models}}/m8b --mode push --no-kills", 300, script=True),
+    "storm-push": Step(f"{HERE}/gpu_storm.py {{models}}/tiny --mode push", 560, script=True, alone=False),
+    "storm-pull": Step(f"{HERE}/gpu_storm.py {{models}}/tiny --mode pull --no-kills", 300, script=True, alone=False),
+    "storm-8b": Step(f"{HERE}/gpu_storm.py {{models}}/m8b --mode push --no-kills --engine-arguments=", 400, script=True),
     "bench-push": bench("--mode push --peer nixl"),
     "bench-pull": bench("--mode pull --peer nixl"),
     "bench-graphs": bench(f"--mode push --peer nixl --engine-arguments={shlex.quote(FULL_GRAPHS)}"),
@@ -78,6 +120,12 @@ STEPS: dict[str, Step] = {
     ),
     "device": Step(f"-m pytest -p no:cacheprovider -q {HERE.parent}/tests/contract/test_device_contract.py", 120, script=True),
     "contract": Step(f"-m pytest -p no:cacheprovider -q {HERE.parent}/tests/contract -k 'cuda or GPU'", 300, script=True),
+    "mori": Step(
+        f"-m pytest -p no:cacheprovider -q -rs {HERE.parent}/tests/compat/mori/test_mori_io.py"
+        f" {HERE.parent}/tests/contract/test_exchange_gpu.py -k 'GPU or cuda'",
+        300,
+        script=True,
+    ),
     "checksums": verify("--transport cuda --mode push --integrity full --cache-dtype bfloat16", requests=12),
 }
 
@@ -91,7 +139,7 @@ def say(line: str) -> None:
 def environment(work: Path) -> dict[str, str]:
     """What every command gets: the carried packages before the machine's own, this very kvbaton, and no hub."""
     own = {
-        "PYTHONPATH": os.pathsep.join((str(work / "site"), str(SOURCES))),
+        "PYTHONPATH": os.pathsep.join((str(work / "site"), str(SOURCES), str(HERE))),
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
@@ -170,6 +218,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--stop", action="store_true", help="stop at the first step that does not end as it should")
+    parser.add_argument("--lanes", type=int, default=1, help="so many steps at a time, where they leave each other room")
     parser.add_argument("--command", help="run this instead of steps, with the same environment")
     parser.add_argument("steps", nargs="*", metavar="STEP")
     options = parser.parse_args()
@@ -187,10 +236,18 @@ def main() -> int:
         command = [sys.executable, str(HERE / "gpu_model.py"), str(work / "models" / model)]
         subprocess.run(command, check=True, env=environment(work))
     results: list[bool] = []
-    for name in options.steps:
-        results.append(run_step(name, STEPS[name], work, out))
-        if options.stop and not results[-1]:
-            break
+    alone = [name for name in options.steps if STEPS[name].alone]
+    together = [name for name in options.steps if not STEPS[name].alone]
+    with ThreadPoolExecutor(max(options.lanes, 1)) as lanes:
+        beside = [lanes.submit(run_step, name, STEPS[name], work, out) for name in together]
+        if options.lanes == 1:
+            results += [each.result() for each in beside]
+        for name in alone:
+            results.append(run_step(name, STEPS[name], work, out))
+            if options.stop and not results[-1]:
+                break
+        if options.lanes > 1:
+            results += [each.result() for each in beside]
     subprocess.run(["tar", "czf", str(out / "logs.tgz"), "-C", str(work), "logs"], check=False)
     return 0 if all(results) else 1
 

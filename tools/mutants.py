@@ -51,6 +51,9 @@ _REPORT = _ROOT / "benchmarks" / "mutants" / "report.json"
 _EQUIVALENT = Path(__file__).with_name("equivalent_mutants.toml")
 _TABLES = {"_source": "SOURCE", "_target": "TARGET", "_copy": "COPY"}
 _LEAST = 3
+_BEST = 6
+"""How many of the runs that have found most mutants are asked first."""
+
 _ENDLESS_S = 60.0
 _UNIT_S = 240.0
 
@@ -145,6 +148,8 @@ class Deck:
         self.labels = [f"flow {name}" for name in FLOWS] + [f"seed {seed}" for seed in chosen]
         self._file = work / "reached.json"
         self._reached: dict[str, set[str]] = {}
+        self.found_by: Counter[str] = Counter()
+        """How many mutants each run has found."""
 
     def measure(self) -> None:
         """Find out what every run reaches, unless that is kept, and have cheap runs first."""
@@ -155,12 +160,37 @@ class Deck:
                 kept[label] = events, sorted(places)
         self._file.write_text(json.dumps(kept))
         self._reached = {label: set(kept[label][1]) for label in self.labels}
+        # Of every kind of run the cheapest first, then of every kind the next one: a mutant meets all kinds early.
         self.labels.sort(key=lambda label: kept[label][0])
+        turns: Counter[str] = Counter()
+        turn_of: dict[str, int] = {}
+        for label in self.labels:
+            kind = _kind(label)
+            turn_of[label], turns[kind] = turns[kind], turns[kind] + 1
+        self.labels.sort(key=lambda label: turn_of[label])
 
-    def reaching(self, places: Iterable[str]) -> list[str]:
-        """The runs that reach one of these places."""
-        wanted = set(places)
-        return [label for label in self.labels if not wanted.isdisjoint(self._reached[label])]
+    def reaching(self, places: Iterable[str], near: Iterable[str]) -> list[str]:
+        """The runs that reach one of these places, first those that found most other mutants, or take rare turns `near` it.
+
+        A guard that is forced to one value matters only where it has the other one: there the lines behind it are reached, or
+        left out, as in few other runs.
+        """
+        wanted, around = set(places), set(near)
+        reaching = [label for label in self.labels if not wanted.isdisjoint(self._reached[label])]
+        met = {label: around & self._reached[label] for label in reaching}
+        count = Counter(place for places_met in met.values() for place in places_met)
+        rare = sorted(reaching, key=lambda label: -sum(1 / count[place] for place in met[label]))
+        best = [label for label, _ in self.found_by.most_common() if label in met][:_BEST]
+        mixed = [label for pair in zip(rare, reaching, strict=True) for label in pair]
+        return list(dict.fromkeys(best + mixed))
+
+
+def _kind(label: str) -> str:
+    """The flow, or the drill, or that it is a random run."""
+    from kvbaton.sim.drills import drill_of_seed
+
+    kind, _, name = label.partition(" ")
+    return name if kind == "flow" else drill_of_seed(int(name))
 
 
 def _script(label: str) -> Any:
@@ -216,8 +246,11 @@ def _reached_by(label: str) -> tuple[int, set[str]]:
 # In the child: put a change in place, and look whether it is noticed.
 
 
-def _install(mutant: Mutant) -> set[str]:
-    """Put the changed function in place of the real one; returns the places that a run has to reach to meet the change."""
+def _install(mutant: Mutant) -> tuple[set[str], set[str]]:
+    """Put the changed function in place of the real one.
+
+    Returns the places that a run has to reach to meet the change, and those of the whole function.
+    """
     module = importlib.import_module("kvbaton." + mutant.module.removesuffix(".py").replace("/", "."))
     path = _SOURCE / mutant.module
     code = compile(mutate(path.read_text(), mutant.number), str(path), "exec")
@@ -226,10 +259,12 @@ def _install(mutant: Mutant) -> set[str]:
         owner = vars(owner)[name] if isinstance(owner, type) else getattr(owner, name)
     function: Any = getattr(owner, "__wrapped__", owner)
     function = function.fget if isinstance(function, property) else getattr(function, "__func__", function)
+    near = {f"{mutant.module}:{line}" for _, _, line in function.__code__.co_lines() if line is not None}
     function.__code__ = _code_of(code, mutant.site.function)
     if mutant.site.function in _TABLES:
-        return _rebuild(module, mutant.site.function)
-    return {f"{mutant.module}:{mutant.site.line}"}
+        places = _rebuild(module, mutant.site.function)
+        return places, places
+    return {f"{mutant.module}:{mutant.site.line}"}, near
 
 
 def _code_of(code: types.CodeType, name: str) -> types.CodeType:
@@ -311,8 +346,8 @@ def _examine(mutant: Mutant, deck: Deck, options: argparse.Namespace, known: str
     reaching: list[str] = []
     try:
         try:
-            places = _install(mutant)
-            reaching = [known] if known else deck.reaching(places)
+            places, near = _install(mutant)
+            reaching = [known] if known else deck.reaching(places, near)
             found = _simulate(reaching[: options.runs])
         except Exception as error:  # noqa: BLE001 - a mutant may raise anything
             found = {"by": "sim", "rule": "exception", "run": "import", "runs": 0, "detail": repr(error)[:200]}
@@ -386,6 +421,9 @@ def _run_all(mutants: list[Mutant], deck: Deck, options: argparse.Namespace, res
         if status:
             with results.open("ab", buffering=0) as file:
                 file.write(json.dumps({"mutant": mutant.name, "by": "sim", "rule": "crash", "cpu_s": 0}).encode() + b"\n")
+        deck.found_by = Counter(
+            each["run"] for each in _read(results).values() if each.get("run", "").startswith(("flow", "seed"))
+        )
         if sys.stderr.isatty() or done % 50 == 0:
             sys.stderr.write(f"\r{done} of {len(mutants)} ")
 

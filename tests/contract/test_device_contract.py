@@ -1,4 +1,4 @@
-"""What every device that queues its work has to keep: announced when computed, copied after what was queued, poisoned before.
+"""What every device that queues its work has to keep: reported when computed, copied after what was queued, poisoned before.
 
 The same suite runs on a stand-in, without a GPU, and on an NVIDIA GPU where there is one.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import select
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -16,70 +16,38 @@ import numpy as np
 import pytest
 from device_rig import BLOCKS, CHANNELS, DEVICE_KINDS, HEADS, LAYERS, TOKENS, DeviceRig, StandInRig, wait_until, why_no_gpu
 
-from kvbaton.agent.engine_port import Allocation, EngineEvent, HandoffPort, Offer, SourceEnded, SourceRequest, SpansReady
-from kvbaton.core.addresses import ControlAddress
-from kvbaton.core.handoff import Aux, BlockLists, HandoffKey, Incarnation, Outcome, Span, TransferId
+from kvbaton.core.handoff import Incarnation
 from kvbaton.core.layout import HeadRange, Layout
 from kvbaton.core.plan import pair_layouts, plan_runs
-from kvbaton.core.timeline import Side
 from kvbaton.core.topology import Shape
-from kvbaton.engines.vllm.device import GatedPort
+from kvbaton.engines.vllm.device import Gate, OpenGate, QueueGate
 from kvbaton.engines.vllm.tensors import POISON_BYTE, LayerSpec, RegisteredCache, instance_caches, read_tensors
 from kvbaton.errors import LocalError
 from kvbaton.transport.base import Batch, Direction, PeerRank, Runs, Transport, TransportSettings
 from kvbaton.transport.cuda.staging import DeviceMemory
 from kvbaton.transport.tcp import TcpTransport
 
-KEY = HandoffKey(TransferId("tx-1"), 0, 0)
-SPAN = Span(0, 0, TOKENS, 0, LAYERS)
 PEER = PeerRank(Incarnation("source"))
-REQUEST = SourceRequest(KEY, "digest", ControlAddress.of("127.0.0.1", 7001))
 SPEC = LayerSpec(TOKENS, (HeadRange(0, HEADS),), HEADS)
 MakeRig = Callable[..., DeviceRig]
 
 
-class RecordingPort(HandoffPort):
-    """Notes what it is called with, in order; `refuses` makes a call fail."""
+class Calls:
+    """Notes what was called, in order; `refuses` makes a call fail."""
 
     def __init__(self) -> None:
-        self.calls: list[str] = []
+        self.made: list[str] = []
         self.refuses = ""
+        self.failed = threading.Event()
 
-    def _note(self, call: str, *about: object) -> None:
-        del about
-        self.calls.append(call)
-        if call == self.refuses:
+    def through(self, gate: Gate, name: str) -> None:
+        """Have a call made when the device has come so far."""
+        gate.when_computed(lambda: self._make(name), self.failed.set)
+
+    def _make(self, name: str) -> None:
+        self.made.append(name)
+        if name == self.refuses:
             raise LocalError("the agents have stopped")
-
-    def expect_target(self, key: HandoffKey, prompt: str) -> None:
-        self._note("expect_target", key, prompt)
-
-    def spans_ready(self, key: HandoffKey, blocks: BlockLists, spans: tuple[Span, ...]) -> None:
-        self._note("spans_ready", key, blocks, spans)
-
-    def spans_ready_all(self, ready: Sequence[SpansReady]) -> None:
-        self._note("spans_ready", ready)
-
-    def retract(self, key: HandoffKey) -> None:
-        self._note("retract", key)
-
-    def offer(self, offer: Offer) -> None:
-        self._note("offer", offer)
-
-    def expect_source(self, request: SourceRequest) -> None:
-        self._note("expect_source", request)
-
-    def allocated(self, allocation: Allocation) -> None:
-        self._note("allocated", allocation)
-
-    def decline(self, request: SourceRequest, reason: str) -> None:
-        self._note("decline", request, reason)
-
-    def cancel(self, key: HandoffKey, side: Side | None = None) -> None:
-        self._note(f"cancel {side}", key)
-
-    def events(self) -> list[EngineEvent]:
-        return []
 
 
 def _kinds() -> list[Any]:
@@ -104,19 +72,14 @@ def rig(make: MakeRig) -> DeviceRig:
 
 
 @pytest.fixture
-def inner() -> RecordingPort:
-    return RecordingPort()
+def calls() -> Calls:
+    return Calls()
 
 
 @pytest.fixture
-def news() -> threading.Event:
-    return threading.Event()
-
-
-@pytest.fixture
-def port(rig: DeviceRig, inner: RecordingPort, news: threading.Event) -> Iterator[GatedPort]:
-    """What vLLM's thread calls."""
-    with closing(rig.device.port(inner, news.set)) as made:
+def gate(rig: DeviceRig) -> Iterator[QueueGate]:
+    """What vLLM's thread reports computed layers to."""
+    with closing(rig.device.gate()) as made:
         yield made
 
 
@@ -129,90 +92,59 @@ def layout_of(cache: RegisteredCache) -> Layout:
     return instance_caches(Shape(), [cache.caches]).layouts[0]
 
 
-def announce(port: HandoffPort) -> None:
-    port.spans_ready_all([SpansReady(KEY, ((0,),), (SPAN,))])
+# Reported when computed.
 
 
-# Announced when computed.
-
-
-def test_a_layer_is_announced_when_it_is_computed_not_when_it_is_queued(
-    rig: DeviceRig, port: GatedPort, inner: RecordingPort
-) -> None:
+def test_a_layer_is_reported_when_it_is_computed_not_when_it_is_queued(rig: DeviceRig, gate: QueueGate, calls: Calls) -> None:
     rig.hold()
-    announce(port)
-    assert inner.calls == []
-    assert port.pending == 1
+    calls.through(gate, "layer 0")
+    assert calls.made == []
+    assert gate.pending == 1
     rig.go_on()
-    wait_until(lambda: inner.calls == ["spans_ready"])
-    wait_until(lambda: port.pending == 0)
+    wait_until(lambda: calls.made == ["layer 0"])
+    wait_until(lambda: gate.pending == 0)
 
 
-def test_control_without_the_gate_it_is_announced_at_once(rig: DeviceRig, inner: RecordingPort) -> None:
+def test_control_without_the_gate_it_is_reported_at_once(rig: DeviceRig, calls: Calls) -> None:
     rig.hold()
-    announce(inner)
-    assert inner.calls == ["spans_ready"]
+    calls.through(OpenGate(), "layer 0")
+    assert calls.made == ["layer 0"]
     rig.go_on()
 
 
-def test_what_follows_an_announcement_stays_behind_it(rig: DeviceRig, port: GatedPort, inner: RecordingPort) -> None:
+def test_layers_are_reported_in_the_order_in_which_they_were_queued(rig: DeviceRig, gate: QueueGate, calls: Calls) -> None:
     rig.hold()
-    announce(port)
-    port.retract(KEY)
-    announce(port)
-    port.offer(Offer(KEY, ((0,),), TOKENS, Aux(token_id=1, logprob=0.0)))
-    port.cancel(KEY, Side.SOURCE)
-    port.expect_target(KEY, "digest")
-    assert inner.calls == []
+    names = [f"layer {number}" for number in range(5)]
+    for name in names:
+        calls.through(gate, name)
+    assert calls.made == []
     rig.go_on()
-    wanted = ["spans_ready", "retract", "spans_ready", "offer", f"cancel {Side.SOURCE}", "expect_target"]
-    wait_until(lambda: inner.calls == wanted)
+    wait_until(lambda: calls.made == names)
 
 
-def test_calls_about_targets_do_not_wait_for_the_device(rig: DeviceRig, port: GatedPort, inner: RecordingPort) -> None:
-    rig.hold()
-    announce(port)
-    port.expect_source(REQUEST)
-    port.decline(REQUEST, "no")
-    port.cancel(KEY, Side.TARGET)
-    assert inner.calls == ["expect_source", "decline", f"cancel {Side.TARGET}"]
-    rig.go_on()
+def test_a_report_that_is_refused_is_given_up_and_the_next_one_made(gate: QueueGate, calls: Calls) -> None:
+    calls.refuses = "layer 0"
+    calls.through(gate, "layer 0")
+    assert calls.failed.wait(30)
+    calls.through(gate, "layer 1")
+    wait_until(lambda: calls.made == ["layer 0", "layer 1"])
 
 
-def test_without_anything_under_way_calls_pass_at_once(port: GatedPort, inner: RecordingPort) -> None:
-    port.expect_target(KEY, "digest")
-    port.offer(Offer(KEY, ((0,),), TOKENS, Aux(token_id=1, logprob=0.0)))
-    assert inner.calls == ["expect_target", "offer"]
-
-
-def test_an_announcement_that_is_refused_ends_its_source(
-    rig: DeviceRig, port: GatedPort, inner: RecordingPort, news: threading.Event
-) -> None:
-    inner.refuses = "spans_ready"
-    announce(port)
-    assert news.wait(30)
-    (ended,) = port.events()
-    assert isinstance(ended, SourceEnded)
-    assert (ended.key, ended.outcome) == (KEY, Outcome.FAILED)
-    assert "stopped" in ended.reason
-
-
-def test_a_device_that_has_failed_announces_nothing(inner: RecordingPort, news: threading.Event) -> None:
+def test_a_device_that_has_failed_reports_nothing(calls: Calls) -> None:
     rig = StandInRig(tokens_first=True)
     rig.device.failure = "an illegal memory access was encountered"
-    with closing(rig.device.port(inner, news.set)) as port:
-        announce(port)
-        assert news.wait(30)
-        assert inner.calls == []
-        assert "illegal memory access" in str(port.events()[0])
+    with closing(rig.device.gate()) as gate:
+        calls.through(gate, "layer 0")
+        assert calls.failed.wait(30)
+        assert calls.made == []
 
 
-def test_close_ends_the_thread_and_may_be_repeated(rig: DeviceRig, inner: RecordingPort) -> None:
+def test_close_ends_the_thread_and_may_be_repeated(rig: DeviceRig) -> None:
     before = threading.active_count()
-    port = rig.device.port(inner, lambda: None)
+    gate = rig.device.gate()
     assert threading.active_count() == before + 1
-    port.close()
-    port.close()
+    gate.close()
+    gate.close()
     assert threading.active_count() == before
 
 
@@ -280,18 +212,16 @@ def test_caches_arrive_whatever_order_their_axes_have(
 
 
 @pytest.mark.parametrize("is_ordered", [True, False], ids=["ordered", "control"])
-def test_a_copy_comes_after_the_step_that_still_writes_to_its_blocks(
-    make: MakeRig, kept: ExitStack, inner: RecordingPort, is_ordered: bool
-) -> None:
+def test_a_copy_comes_after_the_step_that_still_writes_to_its_blocks(make: MakeRig, kept: ExitStack, is_ordered: bool) -> None:
     source, target = make(tokens_first=True), make(tokens_first=True)
     contents = filled(source, 2)
     copying = Copying(source, target, kept)
-    with closing(target.device.port(inner, lambda: None)) as port:
+    with closing(target.device.gate()) as gate:
         copying.post(copying.plain, copying.runs((0,), (5,)))  # the first copy compiles; the next ones are quick
         copying.wait()
         target.hold()
         target.write_later(0, 2, 77)
-        port.allocated(Allocation(REQUEST, ((2,),), TOKENS, 0))
+        gate.allocating()
         copying.post(copying.ordered if is_ordered else copying.plain, copying.runs((1,), (2,)))
         if not is_ordered:
             copying.wait()
@@ -301,16 +231,14 @@ def test_a_copy_comes_after_the_step_that_still_writes_to_its_blocks(
     assert np.array_equal(target.content(0)[2], contents[0][1]) is is_ordered
 
 
-def test_poison_is_there_before_the_copy_and_only_where_it_belongs(
-    make: MakeRig, kept: ExitStack, inner: RecordingPort
-) -> None:
+def test_poison_is_there_before_the_copy_and_only_where_it_belongs(make: MakeRig, kept: ExitStack) -> None:
     source, target = make(tokens_first=True), make(tokens_first=True)
     contents = filled(source, 3)
     copying = Copying(source, target, kept)
-    with closing(target.device.port(inner, lambda: None)) as port:
+    with closing(target.device.gate()) as gate:
         target.hold()
         copying.here.poison(copying.layouts[1], ((1, 2),), 0)
-        port.allocated(Allocation(REQUEST, ((1,),), TOKENS, 0))
+        gate.allocating()
         copying.post(copying.ordered, copying.runs((0,), (1,)))
         target.go_on()
         copying.wait()

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -227,7 +228,7 @@ def test_memory_that_the_processor_cannot_read_is_refused(open_exchange: Callabl
     exchange.withdraw(exchange.register(address, page))
 
 
-class _ForgetfulTable(MemoryTable):
+class ForgetfulTable(MemoryTable):
     """The mistake that the next test must find: a slice is begun in a memory that was withdrawn."""
 
     def __init__(self) -> None:
@@ -247,7 +248,7 @@ def test_no_byte_changes_after_a_withdrawal(kind: str, open_exchange: Callable[.
     """A write of many slices is under way when the target is withdrawn; what it holds from then on is a pattern of its own."""
     owner, writer = open_exchange("owner"), open_exchange("writer")
     if forgets:
-        owner._state.table = _ForgetfulTable()
+        owner._state.table = ForgetfulTable()
     owner._state.slice_bytes = 1 << 16
     size = 64 << 20
     target, source = np.zeros(size, np.uint8), np.ones(size, np.uint8)
@@ -418,7 +419,7 @@ def test_garbage_costs_its_connection_only(pair: _Pair) -> None:
     assert pair.move(_WRITE, _runs((0, 0, 4096))) == ""
 
 
-@pytest.mark.parametrize("what", ["mark", "kind", "runs", "number", "sum", "introduction"])
+@pytest.mark.parametrize("what", ["mark", "kind", "runs", "number", "sum", "introduction", "handle", "garbage handle"])
 def test_bad_calls_of_an_admitted_peer_end_its_connection_only(
     pair: _Pair, open_exchange: Callable[..., MemoryExchange], what: str
 ) -> None:
@@ -436,6 +437,10 @@ def test_bad_calls_of_an_admitted_peer_end_its_connection_only(
         frame[8:12] = b"\xff" * 4
     elif what == "number":
         frame[12:20] = bytes(8)
+    elif what == "handle":
+        frame[6] = 9  # a FETCH has none
+    elif what == "garbage handle":
+        frame = bytearray(pack_call(msgspec.structs.replace(good, kind=CallKind.PULL), _runs((0, 0, 64)), b"no handle"))
     else:
         frame[-8:] = b"\xff" * 8
     sock.setblocking(True)

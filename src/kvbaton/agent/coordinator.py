@@ -161,6 +161,7 @@ class Coordinator:
         observe: Observer = no_observer,
     ) -> None:
         self.card = card
+        self._layers = card.layers
         self._limits = limits
         self._clock = clock
         self._refusals = LogLimit(every_s=1.0)
@@ -201,7 +202,7 @@ class Coordinator:
         self.source.retract(key)
 
     def offer(self, offer: Offer) -> None:
-        layers = self.card.layers
+        layers = self._layers
         self.source.offer(offer, lambda: Span(0, 0, offer.tokens, layers.start, layers.stop))
 
     def expect_source(self, request: SourceRequest) -> None:
@@ -478,7 +479,9 @@ class Coordinator:
 def _take_alike(report: SpanReport, reports: deque[RankReport]) -> Iterator[SpanReport]:
     """Take from a queue what follows of the same kind, about the same copy on the same rank."""
     kind, copy, rank = type(report), report.copy, report.rank
-    while reports and isinstance(following := reports[0], kind) and following.rank == rank and following.copy == copy:
+    while reports and isinstance(following := reports[0], kind) and following.rank == rank:
+        if following.copy is not copy and following.copy != copy:
+            return
         if isinstance(following, SpanSummed) and isinstance(report, SpanSummed) and following.side is not report.side:
             return
         reports.popleft()

@@ -595,10 +595,13 @@ class RankAgent:
         moving = copy.moving[spans[0].number] = _Moving(spans)
         try:
             plans, most = self._plan(copy, source_blocks, spans), self._transport.batch_bytes
-            parts = [
-                (peer, Part(copy.order.copy, spans[0].number, part)) for peer, runs in plans for part in _batches(runs, most)
-            ]
-            moving.planned, moving.unposted = sum(int(runs[:, 2].sum()) for _, runs in plans), len(parts)
+            parts: list[tuple[PeerRank, Part]] = []
+            for peer, runs in plans:
+                planned = int(runs[:, 2].sum())
+                moving.planned += planned
+                batches = _batches(runs, planned, most)
+                parts.extend((peer, Part(copy.order.copy, spans[0].number, batch)) for batch in batches)
+            moving.unposted = len(parts)
         except KVBatonError as error:
             self._fail(copy, str(error))
         except Exception as error:
@@ -719,14 +722,18 @@ class RankAgent:
 
     def _report_moved(self, copy_id: CopyId, moving: _Moving) -> None:
         """Report each span; the bytes of spans that were moved as one are shared out by tokens and layers."""
-        planned, moved, done = moving.planned, moving.moved, 0
+        planned, moved = moving.planned, moving.moved
         parts = [(span.end_token - span.first_token) * (span.end_layer - span.first_layer) for span in moving.spans]
         count = sum(parts) or 1
+        done = planned_before = moved_before = 0
         for span, part in zip(moving.spans, parts, strict=True):
-            end = done + part
-            of_planned, of_moved = (total * end // count - total * done // count for total in (planned, moved))
-            self._report(rank_orders.SpanMoved(copy_id, self.rank, span.number, of_planned, of_moved))
-            done = end
+            done += part
+            planned_here, moved_here = planned * done // count, moved * done // count
+            report = rank_orders.SpanMoved(
+                copy_id, self.rank, span.number, planned_here - planned_before, moved_here - moved_before
+            )
+            self._report(report)
+            planned_before, moved_before = planned_here, moved_here
 
 
 def _neighbours(spans: tuple[Span, ...]) -> Iterator[tuple[Span, ...]]:
@@ -754,16 +761,16 @@ def _neighbours(spans: tuple[Span, ...]) -> Iterator[tuple[Span, ...]]:
 def _rows(spans: tuple[Span, ...]) -> Iterator[tuple[Span, ...]]:
     """Spans in rows that follow each other in layers and have the same tokens."""
     first = 0
-    for index, span in enumerate(spans, 1):
-        after = spans[index] if index < len(spans) else None
-        tokens = (span.first_token, span.end_token)
-        if after is None or (after.first_token, after.end_token) != tokens or after.first_layer != span.end_layer:
+    for index, (span, after) in enumerate(itertools.pairwise(spans), 1):
+        if after.first_layer != span.end_layer or after.first_token != span.first_token or after.end_token != span.end_token:
             yield spans[first:index]
             first = index
+    if spans:
+        yield spans[first:]
 
 
-def _batches(runs: Runs, most_bytes: int) -> Iterable[Runs]:
-    if int(runs[:, 2].sum()) <= most_bytes:
+def _batches(runs: Runs, runs_bytes: int, most_bytes: int) -> Iterable[Runs]:
+    if runs_bytes <= most_bytes:
         return (runs,) if len(runs) else ()
     ends = np.cumsum(runs[:, 2])
     cuts = np.flatnonzero(np.diff(ends // most_bytes)) + 1

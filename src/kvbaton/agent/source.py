@@ -315,8 +315,9 @@ class SourceSide:
         new = tuple(record.spans[record.announced :])
         if new:
             record.announced = len(record.spans)
-            for span in new:
-                self._note(record, Stage.ANNOUNCED, span)
+            if self._observe is not no_observer:
+                for span in new:
+                    self._note(record, Stage.ANNOUNCED, span)
             announced = Announced(
                 key=record.key,
                 grant=grant.grant,
@@ -724,9 +725,12 @@ class SourceSide:
             self._watch(record)
 
     def _watch(self, record: SourceRecord) -> None:
-        """Set the alarm for the end of the lease, or of the time in the queue."""
+        """Set the alarm for the end of the lease, or of the time in the queue; mostly an earlier one is set already."""
+        deadline = self._deadline(record)
+        if self._timers.set_for(record.key) <= deadline:
+            return
         if self._has_deadline(record) and self.live.get(record.key) is record:
-            self._timers.set(record.key, self._deadline(record))
+            self._timers.set(record.key, deadline)
 
     def _has_deadline(self, record: SourceRecord) -> bool:
         """STOPPING has none: memory that copies of our own still read cannot go back, however long that takes."""

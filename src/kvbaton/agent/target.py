@@ -301,7 +301,7 @@ class TargetSide:
         self._settings = settings
         self._observe = observe
         self._card = card
-        self._layers = len(card.layers)
+        self._layers = card.layers
         self._transport = transport
         self._limits = limits
         self._clock = clock
@@ -693,13 +693,15 @@ class TargetSide:
             reason = f"the source announced span {known.number} as {known} and then as {changed[0]}"
             self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, reason)
             return
-        for span in announced.spans:
-            self._note(record, Stage.ANNOUNCED, span)
+        if self._observe is not no_observer:
+            for span in announced.spans:
+                self._note(record, Stage.ANNOUNCED, span)
         # Announcements may overtake each other. Within a generation block lists only grow, so the longer one is the newer one.
         if sum(map(len, announced.blocks)) >= sum(map(len, record.source_blocks)):
             record.source_blocks = announced.blocks
-        record.unmoved |= {span.number: span for span in announced.spans if span.number not in record.spans}
-        record.spans |= {span.number: span for span in announced.spans}
+        for span in announced.spans:
+            if span.number not in record.spans:
+                record.unmoved[span.number] = record.spans[span.number] = span
         if record.executor is Executor.SOURCE_WRITES:
             self.renew_cap(record)
         self.step(record, TargetEvent.ANNOUNCED)
@@ -871,17 +873,17 @@ class TargetSide:
             moved.add(report.span)
             record.bytes_planned += report.bytes_planned
             record.bytes_moved += report.bytes_moved
-            now = self._clock()
-            self._count_wire(record, now)
+            self._count_wire(record)
             record.just_moved.append(report.span)
             if self._observe is not no_observer:
-                span, moved_bytes = record.spans.get(report.span), report.bytes_moved
+                now, span, moved_bytes = self._clock(), record.spans.get(report.span), report.bytes_moved
                 self._observe(note(record.key, Side.TARGET, Stage.MOVED, now, span, moved_bytes=moved_bytes, rank=report.rank))
 
-    def _count_wire(self, record: TargetRecord, now: float) -> None:
+    def _count_wire(self, record: TargetRecord) -> None:
         """One span less is being moved; with the last of them, a time on the wire is over."""
         record.on_wire -= 1
         if not record.on_wire:
+            now = self._clock()
             record.wire_s += now - record.wire_since
             if record.span_count is not None:
                 record.exposed_wire_s += now - max(record.wire_since, record.prefilled_at)
@@ -949,15 +951,21 @@ class TargetSide:
         self._watch(record)
 
     def _watch(self, record: TargetRecord) -> None:
-        """Set the alarm for the next thing that time will do to this hand-off."""
-        key = record.key
+        """Set the alarm for the next thing that time will do to this hand-off.
+
+        Called after every step of it, and nearly always the alarm that is set rings first: then nothing else is looked at.
+        """
+        key = record.request.key
+        is_closing = record.state in _CLOSING
+        until = record.stop_until if is_closing else self._deadline(record)
+        alarm = self._timers.set_for(key)
+        if alarm <= until and alarm <= record.retry.at:
+            return
         if self.live.get(key) is not record:
             return
         when = record.retry.at if self._asks_again(record) else math.inf
-        if record.state in _CLOSING:
-            when = min(when, record.stop_until)
-        elif self._has_deadline(record):
-            when = min(when, self._deadline(record))
+        if is_closing or self._has_deadline(record):
+            when = min(when, until)
         if when < math.inf:
             self._timers.set(key, when)
 
@@ -987,7 +995,7 @@ class TargetSide:
         """How much of it is here. Of a source that writes we see only announcements, of which a bounded number counts."""
         done = len(record.sums) + sum(map(len, record.moved.values()))
         if record.executor is Executor.SOURCE_WRITES and record.allocation is not None:
-            done += min(len(record.spans), record.allocation.tokens * self._layers)
+            done += min(len(record.spans), record.allocation.tokens * len(self._layers))
         return done
 
     def _progress(self, record: TargetRecord) -> None:
@@ -1050,8 +1058,7 @@ class TargetSide:
         """
         if record.allocation is None or (record.executor is Executor.SOURCE_WRITES and not self.compares_sums):
             return ""
-        layers = self._card.layers
-        whole = Span(0, 0, record.allocation.tokens, layers.start, layers.stop)
+        whole = Span(0, 0, record.allocation.tokens, self._layers.start, self._layers.stop)
         return span_problem(record.spans.values(), whole)
 
     def sums_problem(self, record: TargetRecord) -> str:

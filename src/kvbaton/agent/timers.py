@@ -51,6 +51,10 @@ class Alarms(Generic[KeyT]):
                 self._heap = [entry for entry in self._heap if self._set.get(entry[2]) == entry[0]]
                 heapq.heapify(self._heap)
 
+    def set_for(self, key: KeyT) -> float:
+        """When the alarm of `key` rings; never, without one."""
+        return self._set.get(key, math.inf)
+
     def drop(self, key: KeyT) -> None:
         """Do not ring for `key` any more."""
         self._set.pop(key, None)

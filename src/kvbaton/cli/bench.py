@@ -86,6 +86,7 @@ def handoff(
     rounds: int = 3,
     every_byte: Annotated[bool, Parameter(negative=())] = False,
     idle: float = 6.0,
+    peer: Literal["", "nixl"] = "",
     output: Output = _DEFAULT_OUTPUT,
 ) -> int:
     """Many hand-offs at once between two instances without a model, in processes of their own.
@@ -111,6 +112,8 @@ def handoff(
         have the target check every byte of every cache itself, not only a sample.
     idle
         seconds for which the two instances are watched while they have nothing to do.
+    peer
+        `nixl`: the same hand-offs by raw NIXL agents too, one read and its notifications each, in turns; needs the package.
     """
     from kvbaton.bench.handoff import HandoffBench, run_handoff_bench
     from kvbaton.core.handoff import Integrity, Mode
@@ -118,7 +121,16 @@ def handoff(
     _begin(output)
     kinds = tuple(Integrity) if integrity == "all" else (Integrity(integrity),)
     bench = HandoffBench(
-        _numbers(concurrency, "--concurrency"), Mode(mode), transport, tokens, kinds, handoffs, rounds, every_byte, idle
+        _numbers(concurrency, "--concurrency"),
+        Mode(mode),
+        transport,
+        tokens,
+        kinds,
+        handoffs,
+        rounds,
+        every_byte,
+        idle,
+        beside_nixl=bool(peer),
     )
     return _finish("handoff", run_handoff_bench(bench, _progress), bench.described(), output)
 

@@ -27,6 +27,7 @@ __all__ = [
     "INDEX",
     "MLA",
     "SLIDING",
+    "SLIDING_PAGES",
     "SSM",
     "Axis",
     "Group",
@@ -44,6 +45,9 @@ FULL = "full"
 """Keys and values of every token."""
 SLIDING = "sliding"
 """Keys and values of the last tokens."""
+SLIDING_PAGES = "sliding pages"
+"""The same, from the start of the block on in which the window starts: for engines whose prefix cache keeps such a block whole,
+and reads all of it for a later, shorter prompt."""
 MLA = "mla"
 """The compressed keys and values of multi-head latent attention."""
 INDEX = "index"
@@ -177,6 +181,8 @@ class Group(msgspec.Struct, frozen=True):
             first_token = max(first_token, total_tokens - self.window)
         if first_token >= end_token:
             return end_token, end_token
+        if self.kind == SLIDING_PAGES:
+            first_token = first_token // self.block_tokens * self.block_tokens
         # Where ranks take turns, a block of this rank spans the tokens of all ranks' blocks.
         turns = self.tokens.size if self.tokens.interleave else 1
         size = self.block_tokens * turns if self.whole_blocks else 1

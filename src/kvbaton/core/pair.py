@@ -7,6 +7,7 @@ multiply it. Layouts that do not fit are refused here, with the field and both v
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from kvbaton.core.layout import Group, HeadRange, Layout, Plane
+from kvbaton.core.layout import SLIDING_PAGES, Group, HeadRange, Layout, Plane
 from kvbaton.errors import Incompatible
 
 __all__ = [
@@ -38,6 +39,7 @@ _PLANE_FIELDS = ("name", "dtype", "element_bytes", "total_heads", "head_size")
 _WHOLE_FIELDS = ("block_tokens", "page_tokens", "tokens")
 _WHOLE_PLANE_FIELDS = ("channels", "page_stride", "token_stride")
 _INNER_HEAD_FIELDS = ("heads", "head_stride")
+_MOST_RANGES = 1024
 # A peer's card can ask for any number of channels; beyond this one token alone would take megabytes of runs to plan.
 _MOST_RUNS = 1 << 20
 
@@ -72,6 +74,25 @@ class Piece:
     slots: Numbers
     slot_layers: Numbers
     slots_in_block: bool
+    _rows: dict[tuple[int, int], Numbers] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def rows_of(self, layers: range | None) -> Numbers:
+        """The slots of some global layers, or of all, as runs without bytes: shape (slots, 1, 3). Not to be changed.
+
+        Kept: an engine announces the same ranges of layers again and again.
+        """
+        asked = (0, 0) if layers is None else (layers.start, layers.stop)
+        rows = self._rows.get(asked)
+        if rows is None:
+            slots = self.slots
+            if layers is not None:
+                slots = slots[(self.slot_layers >= layers.start) & (self.slot_layers < layers.stop)]
+            rows = np.zeros((len(slots), 1, 3), np.int64)
+            rows[:, 0, :2] = slots
+            if len(self._rows) >= _MOST_RANGES:
+                self._rows.clear()  # a message may name any layers
+            self._rows[asked] = rows
+        return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +162,9 @@ def _check_group(index: int, source: Group, target: Group) -> None:
     where = f"layout group {index} ({target.kind})"
     if source.is_state != target.is_state:
         raise Incompatible(f"{where} block_tokens", target.block_tokens, source.block_tokens)
+    if target.kind == SLIDING_PAGES:
+        # The first block of a window is moved whole, and a source with smaller blocks may not have all of it.
+        _check_fields(where, source, target, ("block_tokens",))
     if len(source.planes) != len(target.planes):
         raise Incompatible(f"{where} planes", _plane_names(target), _plane_names(source))
     for theirs, ours in zip(source.planes, target.planes, strict=True):

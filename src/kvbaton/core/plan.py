@@ -25,6 +25,9 @@ Runs = npt.NDArray[np.uint64]
 _TOGETHER = 16
 """Runs that are added as one row of NumPy; measured: rows of 3 numbers are dominated by the cost per row."""
 
+_FEW_RUNS = 1024
+"""Up to so many runs are added as they are: what `_TOGETHER` saves is less than the calls that it takes."""
+
 _FEW_BLOCKS = 32
 """Up to so many blocks are planned without NumPy: each of its calls costs as much as a block does in Python."""
 
@@ -192,13 +195,14 @@ def _each_token(piece: Piece, at: Numbers) -> Numbers:
 
 
 def _over_slots(piece: Piece, in_layer: Numbers, layers: range | None) -> Runs:
-    slots = piece.slots
-    if layers is not None:
-        slots = slots[(piece.slot_layers >= layers.start) & (piece.slot_layers < layers.stop)]
-    if piece.slots_in_block and len(slots) > 1:
-        runs = _sums(in_layer[:, None], slots[None])
+    rows = piece.rows_of(layers)
+    if piece.slots_in_block and len(rows) > 1:
+        runs = _sums(in_layer[:, None], rows.reshape(1, -1, 3))
         return join_runs(_in_order(runs)).view(np.uint64)
-    return _slot_by_slot(in_layer, slots).view(np.uint64)
+    if len(in_layer) * len(rows) <= _FEW_RUNS:
+        few: Numbers = in_layer + rows
+        return few.reshape(-1, 3).view(np.uint64)
+    return _slot_by_slot(in_layer, rows[:, 0, :2]).view(np.uint64)
 
 
 def _slot_by_slot(runs: Numbers, slots: Numbers) -> Numbers:

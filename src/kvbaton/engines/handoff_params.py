@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -67,9 +67,20 @@ class KVTransferParams(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class SourceParams:
-    """The caller wants this instance to prefill, and another one to decode, which will connect: its address is not needed."""
+    """The caller wants this instance to prefill, and another one to decode, which will connect."""
 
     transfer_id: TransferId
+    request_id: str = field(default="", compare=False)
+
+    def target(self) -> ControlAddress | None:
+        """The decode instance that the request id names; None where it names none.
+
+        Looked for when it is asked for: a source waits for its target to connect, and needs the address for messages alone.
+        """
+        try:
+            return parse_request_id(self.request_id)[1]
+        except AddressError:
+            return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +164,7 @@ def read_params(
     if params.do_remote_decode and params.do_remote_prefill:
         raise _bad("do_remote_prefill", "do_remote_decode and do_remote_prefill are both true; a request has one side only")
     if params.do_remote_decode:
-        return SourceParams(_transfer_id(params, make_id))
+        return SourceParams(_transfer_id(params, make_id), request_id or "")
     incarnation = Incarnation(params.remote_engine_id) if params.remote_engine_id else None
     transfer_id = _transfer_id(params, None)
     source, target = _addresses(params, request_id, (params.remote_dp_rank or 0) if has_dp_ranks else 0)

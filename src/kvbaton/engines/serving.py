@@ -139,11 +139,12 @@ async def serve_engine(
     After that, requests and hand-offs in flight have `drain_s` to finish.
     """
     card = driver.card
+    shape = Shape.parse(card.shape)
     app = make_app(
         engine,
         served_model=card.model,
         role=role,
-        handoff=HandoffInfo(control_address, card.incarnation),
+        handoff=HandoffInfo(control_address, card.incarnation, shape.tp),
         agent=driver.stats,
         timelines=timelines,
         trust=trust,
@@ -163,7 +164,7 @@ async def serve_engine(
         routers=routers,
         is_used=lambda: engine.stats().prompt_tokens_total > 0,
         trust=trust,
-        shape=Shape.parse(card.shape),
+        shape=shape,
         is_hung=lambda: driver.is_engine_hung,
     )
     if announcer is not None:

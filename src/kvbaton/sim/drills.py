@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvbaton.core.handoff import Integrity, Mode
+from kvbaton.core.handoff import AuxChannel, Integrity, Mode
 from kvbaton.sim.script import Fault, FaultKind, RequestScript, Script, make_script
 from kvbaton.transport.base import LateWrites
 
-__all__ = ["DRILLS", "script_of_seed"]
+__all__ = ["DRILLS", "drill_of_seed", "script_of_seed"]
 
 _DRILL_EVERY = 4
 
@@ -25,6 +25,12 @@ def script_of_seed(seed: int) -> Script:
         return make_script(seed)
     rng = random.Random(f"drill {seed}")
     return msgspec.structs.replace(rng.choice(DRILLS)(rng), seed=seed)
+
+
+def drill_of_seed(seed: int) -> str:
+    """Which drill the run of a seed is; "random" for none."""
+    is_drill = seed % _DRILL_EVERY == _DRILL_EVERY - 1
+    return random.Random(f"drill {seed}").choice(DRILLS).__name__ if is_drill else "random"
 
 
 def _stage(rng: random.Random, *, writes: bool, request: RequestScript) -> Script:
@@ -261,6 +267,61 @@ def _released_again(rng: random.Random) -> Script:
     return msgspec.structs.replace(script, requests=(request, again), faults=(slow, replays))
 
 
+def _slow_prefill(rng: random.Random) -> Script:
+    """Nothing goes wrong; a prefill just takes longer than a silent peer is waited for. Heartbeats show that it goes on."""
+    request = _request(rng, rng.choice((Mode.PUSH, Mode.PUSH, Mode.PULL)), decode_delay_s=rng.choice((0.0, 0.005, 1.0)))
+    script = _stage(rng, writes=rng.random() < 0.5, request=request)
+    steps = -(-request.tokens // request.chunk) * script.layers
+    return msgspec.structs.replace(
+        script, step_s=rng.uniform(3.0, 6.0) / steps, move_s=0.002, integrity=rng.choice(list(Integrity)), aux_channel=_aux(rng)
+    )
+
+
+def _slow_moves(rng: random.Random) -> Script:
+    """Nothing goes wrong; the bytes just take longer than a hand-off without progress lives."""
+    request = _request(rng, rng.choice(list(Mode)), tokens=6, chunk=rng.choice((1, 6)))
+    script = _stage(rng, writes=rng.random() < 0.5, request=request)
+    return msgspec.structs.replace(script, move_s=0.3, layers=2, integrity=rng.choice(list(Integrity)), aux_channel=_aux(rng))
+
+
+def _neighbour_fenced(rng: random.Random) -> Script:
+    """One of two sources does not stop when it is asked to, and is fenced. What the other one hands over goes on."""
+    first = _request(rng, Mode.PUSH)
+    others = tuple(_request(rng, rng.choice(list(Mode)), prefill=1, at_s=rng.uniform(0.0, 1.5)) for _ in range(3))
+    script = msgspec.structs.replace(_stage(rng, writes=True, request=first), prefills=2, step_s=0.05)
+    at_s = rng.uniform(*_moving(script))
+    faults = (
+        Fault(FaultKind.CUT, at_s, who="d0", other="p0", for_s=rng.choice((1.0, 3.0))),
+        Fault(FaultKind.CANCEL_TARGET, at_s + 1e-4, number=0),
+    )
+    return msgspec.structs.replace(script, requests=(first, *others), faults=faults, ranks=rng.choice((1, 2)))
+
+
+def _refused_and_taken(rng: random.Random) -> Script:
+    """A target refuses a request, its notice is late or lost, and the same id is tried again."""
+    request = _request(rng, Mode.PUSH, retries=2, reuse_id=True, retry_after_s=rng.choice((0.01, 0.05, 0.3)))
+    script = _stage(rng, writes=rng.random() < 0.5, request=request)
+    refused = Fault(FaultKind.REFUSE, 0.0, who="d0", number=1)
+    lost = Fault(rng.choice((FaultKind.LOSE, FaultKind.DOUBLE)), 0.0, who="d0", other="p0", number=rng.randint(1, 3))
+    return msgspec.structs.replace(script, faults=(refused, lost)[: rng.randint(1, 2)], step_s=0.05)
+
+
+def _much_to_remember(rng: random.Random) -> Script:
+    """Nothing goes wrong; there are just more hand-offs and peers than the instances remember."""
+    requests = tuple(
+        _request(rng, rng.choice(list(Mode)), tokens=2, prefill=rng.randrange(2), decode=rng.randrange(2), at_s=0.15 * number)
+        for number in range(16)
+    )
+    script = _stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    return msgspec.structs.replace(
+        script, requests=requests, prefills=2, decodes=2, move_s=0.002, step_s=0.002, is_forgetful=True, aux_channel=_aux(rng)
+    )
+
+
+def _aux(rng: random.Random) -> AuxChannel:
+    return rng.choice(list(AuxChannel))
+
+
 DRILLS: tuple[Callable[[random.Random], Script], ...] = (
     _answers_to_an_earlier_attempt,
     _stopped_before,
@@ -279,5 +340,10 @@ DRILLS: tuple[Callable[[random.Random], Script], ...] = (
     _cancelled_while_granted,
     _released_again,
     _rank_stands_still,
+    _slow_prefill,
+    _slow_moves,
+    _neighbour_fenced,
+    _refused_and_taken,
+    _much_to_remember,
 )
 """All drills; one that is listed twice has twice as many seeds."""

@@ -20,11 +20,15 @@ from kvbaton.agent.engine_port import (
 )
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.grants import may_start_prefill
-from kvbaton.core.handoff import Aux, HandoffKey, Incarnation, Mode, Outcome, Span
+from kvbaton.core.handoff import Aux, Executor, HandoffKey, Incarnation, Mode, Outcome, Span
+from kvbaton.core.lifecycle import SourceState, TargetState
 from kvbaton.sim.memory import FREED, POISON, RankMemory, SimBlockPool, TaggedCell
+from kvbaton.sim.watch import Watch
 from kvbaton.sim.world import SimProcess, World
 
 __all__ = ["Fetch", "Prefill", "SimPrompt", "SourceEngine", "TargetEngine"]
+
+_CLOSING = frozenset({TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED})
 
 Ended = Callable[[HandoffKey, Outcome, str], None]
 
@@ -63,6 +67,9 @@ class _SimEngine:
     memories: list[RankMemory]
     layers: int
     coordinator: Coordinator = field(init=False)
+    watch: Watch = field(init=False)
+    executor: Executor = Executor.TARGET_READS
+    """Which side copies in push."""
     is_checked: bool = False
     """Whether checksums guard every byte, so that not even a corrupt one may be served."""
     outcomes: dict[int, Outcome] = field(default_factory=dict)
@@ -122,6 +129,7 @@ class SourceEngine(_SimEngine):
             return
         self.requests[prompt.key] = Prefill(prompt, answer, ended)
         self.waiting.append(self.requests[prompt.key])
+        self.watch.submitted(prompt.key, "source")
         self.coordinator.expect_target(prompt.key, prompt.digest)
         self.schedule()
 
@@ -146,6 +154,9 @@ class SourceEngine(_SimEngine):
     def cancel(self, key: HandoffKey) -> None:
         """The client is gone."""
         if key in self.requests:
+            record = self.coordinator.source.live.get(key)
+            is_ending = record is None or record.state is SourceState.STOPPING
+            self.watch.cancels(self.name, key, is_ending=is_ending)
             self.coordinator.cancel(key)
 
     def preempt(self) -> bool:
@@ -156,6 +167,7 @@ class SourceEngine(_SimEngine):
         request = running[-1]
         request.is_running = False
         request.is_retracting = True
+        self.watch.computes(request.prompt.key, is_complete=False)
         self.coordinator.retract(request.prompt.key)
         return True
 
@@ -215,7 +227,12 @@ class SourceEngine(_SimEngine):
         if prompt.mode is Mode.PUSH:
             span = Span(request.spans, request.computed, end, request.layer, request.layer + 1)
             request.spans += 1
-            self.coordinator.spans_ready(prompt.key, (tuple(request.blocks),), (span,))
+            self.watch.computes(prompt.key, is_complete=False)
+            # Engines allocate as they compute: what is announced first has fewer blocks than what follows it.
+            self.coordinator.spans_ready(prompt.key, (tuple(request.blocks[:end]),), (span,))
+            record = self.coordinator.source.live.get(prompt.key)
+            if record is not None and record.state is SourceState.STREAMING:
+                self.watch.streams(self.name, prompt.key, span)
         request.layer += 1
         if request.layer == self.layers:
             request.layer, request.computed = 0, end
@@ -231,6 +248,7 @@ class SourceEngine(_SimEngine):
         request.is_running = False
         request.is_offered = True
         aux = Aux(token_id=prompt.client, logprob=0.0)
+        self.watch.computes(prompt.key, is_complete=True)
         self.coordinator.offer(Offer(prompt.key, (tuple(request.blocks),), prompt.tokens, aux))
         request.answer()
 
@@ -275,11 +293,13 @@ class TargetEngine(_SimEngine):
         if self.refuse_next > 0:
             self.refuse_next -= 1
             self._record(prompt, Outcome.FAILED)
+            self.watch.declined(prompt.key)
             self.coordinator.decline(request, "the queue is full")
             ended(prompt.key, Outcome.FAILED, "refused")
             return
         self.requests[prompt.key] = Fetch(prompt, request, ended)
         self.waiting.append(self.requests[prompt.key])
+        self.watch.submitted(prompt.key, "target")
         self.coordinator.expect_source(request)
         self.schedule()
 
@@ -301,6 +321,8 @@ class TargetEngine(_SimEngine):
         """The client is gone."""
         request = self.requests.get(key)
         if request is not None and not request.is_landed:
+            record = self.coordinator.target.live.get(key)
+            self.watch.cancels(self.name, key, is_ending=record is None or record.state in _CLOSING)
             self.coordinator.cancel(key)
 
     def on_event(self, event: EngineEvent) -> None:
@@ -339,6 +361,9 @@ class TargetEngine(_SimEngine):
             for memory in self.memories:
                 memory.fill(block, POISON)
         blocks = (tuple(cached + request.blocks),)
+        if needed:
+            # Of what is cached altogether ranks report inside the engine's call, and here that waits for the next turn.
+            self.watch.allocated(request.prompt.key)
         self.coordinator.allocated(Allocation(request.request, blocks, request.prompt.tokens, len(cached)))
 
     def _on_landed(self, event: Landed) -> None:
@@ -349,6 +374,7 @@ class TargetEngine(_SimEngine):
         self._record(request.prompt, Outcome.DELIVERED)
         request.is_landed = True
         self._check_all(request, event)
+        self._check_counts(request, event)
         self.publish(request)
         self.world.after(self.decode_s, self.process, lambda: self._decoded(request))
 
@@ -364,6 +390,16 @@ class TargetEngine(_SimEngine):
             self._check_block(prompt, len(request.cached) + offset, block, attempts, "foreign byte")
         if len(attempts) > 1:
             self.world.violate("mixed generations", f"{self.name}: {event.key} holds attempts {sorted(attempts)}")
+
+    def _check_counts(self, request: Fetch, event: Landed) -> None:
+        """What is reported to operators is true: which side moved it, and how much that was, where the target knows."""
+        stats, executor = event.stats, Executor.TARGET_READS
+        if request.prompt.mode is Mode.PUSH:
+            executor = self.executor
+        cells = len(request.blocks) * self.layers * len(self.memories) if executor is Executor.TARGET_READS else 0
+        expected = (cells, cells, executor is Executor.SOURCE_WRITES)
+        if (stats.bytes_planned, stats.bytes_moved, stats.source_writes) != expected:
+            self.world.find("counted", f"{self.name}: {event.key}: {stats}, and not {expected}")
 
     def _check_block(self, prompt: SimPrompt, token: int, block: int, attempts: set[int] | None, rule: str) -> None:
         for rank, memory in enumerate(self.memories):

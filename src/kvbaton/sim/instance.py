@@ -18,8 +18,9 @@ from kvbaton.agent.rank_orders import CopyId, RankOrder, RankReport, RevokePeer,
 from kvbaton.agent.source import SourceRecord
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.card import Card, ProcessId, RankCard
-from kvbaton.core.grants import REACH
+from kvbaton.core.grants import REACH, GrantWindows
 from kvbaton.core.handoff import Executor, HandoffKey, Incarnation, Integrity, Mode, Outcome, TransferId
 from kvbaton.core.messages import MAX_NUMBER, Announced, ConfirmAsk, Confirmed, Grant, Message, Refused, Release, decode, encode
 from kvbaton.errors import KVBatonError, ProtocolError
@@ -27,12 +28,14 @@ from kvbaton.sim.engine import SourceEngine, TargetEngine
 from kvbaton.sim.memory import RankMemory, SimBlockPool, make_layout
 from kvbaton.sim.network import Network
 from kvbaton.sim.transport import Fabric, FencingSimTransport, SimRank, SimTransport
+from kvbaton.sim.watch import Watch
 from kvbaton.sim.world import SimClock, SimProcess, World
 from kvbaton.transport.base import PeerRank
 
 __all__ = ["Bugs", "Cluster", "InstanceShape", "SimInstance", "SimRankLoop"]
 
 _WORK_S = 1e-4
+_FEW_ENDS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,8 @@ class Cluster:
     settings: HandoffSettings = DEFAULT_HANDOFF
     rank_lag_s: float = 0.0
     """How long an order to a rank, or a report of one, is under way at most; 0: ranks live in the coordinator's process."""
+    is_forgetful: bool = False
+    """Whether what instances remember of ends and of peers is bounded by a few entries."""
     has_foreigners: bool = False
     """Whether frames may arrive that are no messages of ours; they are counted, not a violation."""
     instances: dict[str, SimInstance] = field(default_factory=dict)
@@ -76,6 +81,7 @@ class Cluster:
     released: set[tuple[str, HandoffKey, int]] = field(default_factory=set)
     """Target, key and grant of every `Confirmed` and `Release` that was ever sent."""
     births: int = 0
+    watch: Watch = field(init=False)
 
     def arrive(self, address: str, frame: bytes, sender_address: str) -> None:
         """A frame has come through the network: the instance that lives at the address now gets it."""
@@ -121,6 +127,7 @@ class _SimRanks:
         return self._instance.agents[0].holds_aux and not self._instance.loops
 
     def send(self, rank: int, order: RankOrder) -> None:
+        self._instance.cluster.watch.on_order(self._instance.process.name, rank, order)
         if self._instance.loops:
             self._instance.loops[rank].send(order)
         else:
@@ -239,7 +246,7 @@ class SimInstance:
                 self.process,
                 PeerRank(self.incarnation, rank),
                 memory,
-                self.check_write,
+                partial(self.check_write, rank),
                 partial(self._on_wake_of, rank),
             )
             for rank, memory in enumerate(memories)
@@ -276,6 +283,7 @@ class SimInstance:
         pool = SimBlockPool(cluster.world, self.process.name, shape.blocks)
         kind = cluster.bugs.source_engine if self.role == "prefill" else cluster.bugs.target_engine
         self.engine = kind(cluster.world, self.process, self.process.name, pool, memories, shape.layers)
+        self.engine.executor = self.agents[0].executor
         self.engine.is_checked = cluster.settings.integrity is Integrity.FULL
         self.coordinator = cluster.bugs.coordinator(
             card,
@@ -287,7 +295,16 @@ class SimInstance:
             self._events.append,
             cluster.settings,
         )
+        if cluster.is_forgetful:
+            self._forget_soon()
         self.engine.coordinator = self.coordinator
+        self.engine.watch = cluster.watch
+
+    def _forget_soon(self) -> None:
+        """Shrink what is remembered of ends and of peers until it is forgotten in every run."""
+        source, target = self.coordinator.source, self.coordinator.target
+        vars(source).update(_ended=BoundedMap(_FEW_ENDS), _windows=GrantWindows(limit=1))
+        vars(target).update(_ended=BoundedMap(_FEW_ENDS), _last_sequence=BoundedMap(1))
 
     @property
     def control_address(self) -> ControlAddress:
@@ -316,6 +333,7 @@ class SimInstance:
             self.bad_grants -= 1
             if self._send_bad_grant(address, recipient, message):
                 return
+        self.cluster.watch.on_sent(self.process.name, address, self.local_now(), message)
         if self.cluster.world.timeline is not None:
             # Not only for its own sake: the text of a message costs more than its way through the network.
             self.cluster.world.note(f"{self.process.name} -> {address}: {message}")
@@ -361,6 +379,7 @@ class SimInstance:
         if isinstance(envelope.message, Announced) and envelope.message.grant in self._sequences:
             self._used_sequences[envelope.sender] = self._sequences[envelope.message.grant]
         via = ControlAddress.of(sender_address, 1) if sender_address in self.dialled else None
+        self.cluster.watch.on_received(self.process.name, envelope.message)
         self.guarded(lambda: self.coordinator.on_frame(envelope, via))
 
     def _not_understood(self, sender_address: str, reason: str) -> None:
@@ -428,8 +447,10 @@ class SimInstance:
         """The code of this process has raised what it should not."""
         self.cluster.world.violate("exception", f"{self.process.name}: {type(error).__name__}: {error}")
 
-    def check_write(self, block: int, copy: CopyId) -> None:
-        """A copy writes to a block of ours: only the hand-off that it was granted to may."""
+    def check_write(self, rank: int, at: int, copy: CopyId) -> None:
+        """A copy writes to a cell of ours: only the hand-off that its block was granted to may, and once."""
+        self.cluster.watch.on_cell(f"{self.process.name} rank {rank}", copy, at)
+        block = at % self.shape.blocks
         if not isinstance(self.engine, TargetEngine):
             self.cluster.world.violate("epoch", f"{self.process.name}: a write to source memory by {copy}")
             return
@@ -488,6 +509,7 @@ class SimInstance:
                 if self.cluster.world.timeline is not None:
                     self.cluster.world.note(f"{self.process.name}: {event}")
                 self._check_released(event)
+                self.cluster.watch.on_event(self.process.name, event)
                 self.engine.on_event(event)
         if not self.loops and any(agent.has_work for agent in self.agents) and not self._is_polling:
             self._is_polling = True

@@ -32,6 +32,7 @@ class LinkFaults:
     delay_next_s: float = 0.0
     slow_until: float = 0.0
     slow_s: float = 0.0
+    last_arrival: float = 0.0
 
 
 @dataclass(slots=True)
@@ -41,6 +42,8 @@ class Network:
     world: World
     arrive: Callable[[str, bytes, str], None]
     delay_s: float = 0.001
+    is_ordered: bool = False
+    """Whether frames of one direction arrive in the order in which they were sent, as on one connection that lasts."""
     faults: dict[tuple[str, str], LinkFaults] = field(default_factory=dict)
     recorded: dict[tuple[str, str], deque[bytes]] = field(default_factory=dict)
     """The last frames of each direction, which may be replayed."""
@@ -103,4 +106,6 @@ class Network:
         elif random.random() < faults.reorder:
             delay *= random.choice((5, 50, 2000))
         arrival = max(self.world.now + delay, faults.clogged_until)
+        if self.is_ordered:
+            arrival = faults.last_arrival = max(arrival, faults.last_arrival)
         self.world.at(arrival, None, lambda: self.arrive(target, frame, source))

@@ -15,16 +15,18 @@ from msgspec import structs
 
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import Landed, Offer, TargetEnded
+from kvbaton.agent.rank import _Copy, _Moving
 from kvbaton.agent.rank_orders import AuxRead, CloseCopy, CopyFailed, CopyReport, RankOrder, SpanMoved
 from kvbaton.agent.source import SourceRecord, SourceSide
 from kvbaton.agent.target import TargetRecord, TargetSide
 from kvbaton.core.addresses import ControlAddress
-from kvbaton.core.handoff import Aux, Executor, HandoffKey, Incarnation, Span
+from kvbaton.core.handoff import Aux, AuxChannel, Executor, HandoffKey, Incarnation, Outcome, Span
 from kvbaton.core.lifecycle import TARGET, Row, SourceEvent, SourceState, TargetEffect, TargetEvent, TargetState
 from kvbaton.core.messages import MAX_NUMBER, ConfirmAsk, Confirmed, Envelope, Grant, Heartbeat, Hello, Over, Release
 from kvbaton.sim.engine import Fetch, Prefill, SourceEngine, TargetEngine
 from kvbaton.sim.instance import Bugs
 from kvbaton.sim.transport import SimRank
+from kvbaton.transport.base import Completion
 
 __all__ = ["PLANTS", "Plant"]
 
@@ -417,6 +419,70 @@ class _FreedTwice(TargetEngine):
         super()._on_ended(event)
 
 
+class _MovedAgain(SourceSide):
+    """Has everything written again when a grant is repeated, although only announcements can be lost."""
+
+    def _repeat(self, record: SourceRecord, grant: Grant) -> None:
+        record.moving = 0
+        super()._repeat(record, grant)
+
+
+class _RetractedBytesCounted(TargetSide):
+    """Reports what was moved before a retraction as a part of what was delivered."""
+
+    def drop_spans(self, record: TargetRecord) -> None:
+        before = record.bytes_planned, record.bytes_moved
+        super().drop_spans(record)
+        record.bytes_planned, record.bytes_moved = before
+
+
+class _AuxChannelIgnored(TargetSide):
+    """Has every aux record sent in a message, whatever was set."""
+
+    def _choose_aux_channel(self, record: TargetRecord) -> AuxChannel:
+        del record
+        return AuxChannel.CONTROL
+
+
+class _SilenceNotMeasured(TargetSide):
+    """Ends what gets no further, and nothing because its source is silent."""
+
+    def _deadline(self, record: TargetRecord) -> float:
+        return record.capped_at
+
+
+class _CauseOverwritten(TargetSide):
+    """Takes the last reason to end for the cause, not the first."""
+
+    def _end_by(self, record: TargetRecord, event: TargetEvent, verdict: Outcome, reason: str) -> None:
+        if record.state is TargetState.STOPPING:
+            record.verdict, record.reason = verdict, reason
+        super()._end_by(record, event, verdict, reason)
+
+
+class _ReleaseLeftToHeartbeats(TargetSide):
+    """Leaves it to the next heartbeat of the source to notice that its blocks are not needed any more."""
+
+    def send_release(self, record: TargetRecord) -> None:
+        del record
+
+
+class _NoBackoff(TargetSide):
+    """Asks again and again, without a wait."""
+
+    def _ask_again(self, record: TargetRecord, now: float) -> None:
+        super()._ask_again(record, now)
+        record.retry.at = now + self._limits.retry / 10
+
+
+class _TicketsKept(SimRank):
+    """Remembers every batch that was ever posted."""
+
+    def _complete(self, copy: _Copy, moving: _Moving, completion: Completion) -> None:
+        super()._complete(copy, moving, completion)
+        self._owners[completion.ticket] = copy.order.copy, 0
+
+
 def _plants() -> Iterator[tuple[str, str, str, Bugs]]:
     early = _sides(target=_FreedBeforeAcknowledgement)
     yield "freed-before-acknowledgement", "block freed before the acknowledgement", "epoch", early
@@ -464,6 +530,16 @@ def _plants() -> Iterator[tuple[str, str, str, Bugs]]:
     lost = Bugs(target_engine=_BlocksNotReturned)
     yield "blocks-not-returned", "blocks of a failed request forgotten", "every block is back", lost
     yield "freed-twice", "blocks of a failed request freed twice", "blocks conserved", Bugs(target_engine=_FreedTwice)
+    yield "moved-again", "spans written again with a repeated grant", "nothing twice", _sides(source=_MovedAgain)
+    retracted = _sides(target=_RetractedBytesCounted)
+    yield "retracted-bytes-counted", "bytes of a retracted generation reported", "counted", retracted
+    yield "aux-channel-ignored", "setting of the aux channel ignored", "as set", _sides(target=_AuxChannelIgnored)
+    yield "silence-not-measured", "no deadline for a silent source", "on time", _sides(target=_SilenceNotMeasured)
+    yield "cause-overwritten", "later cause of an end reported", "named end", _sides(target=_CauseOverwritten)
+    left = _sides(target=_ReleaseLeftToHeartbeats)
+    yield "release-left-to-heartbeats", "release not sent when delivered", "prompt", left
+    yield "no-backoff", "questions repeated without a wait", "no needless message", _sides(target=_NoBackoff)
+    yield "tickets-kept", "batches remembered for ever", "nothing kept", Bugs(rank=_TicketsKept)
 
 
 PLANTS: dict[str, Plant] = {name: Plant(mistake, rule, bugs) for name, mistake, rule, bugs in _plants()}

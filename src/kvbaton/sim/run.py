@@ -15,8 +15,9 @@ from kvbaton.core.lifecycle import SourceState, TargetState
 from kvbaton.sim.engine import SimPrompt, SourceEngine, TargetEngine
 from kvbaton.sim.instance import Bugs, Cluster, InstanceShape, SimInstance
 from kvbaton.sim.network import Network
-from kvbaton.sim.script import Fault, FaultKind, RequestScript, Script
+from kvbaton.sim.script import CALM, HARMLESS, LINK_FAULTS, Fault, FaultKind, RequestScript, Script
 from kvbaton.sim.transport import Fabric
+from kvbaton.sim.watch import Watch, kept_for_ever
 from kvbaton.sim.world import SimClock, Violation, World
 from kvbaton.transport.base import LateWrites
 
@@ -30,6 +31,9 @@ _SETTLE_S = 60.0
 _PROBE_AFTER_S = 30.0
 _HARD_END_SLACK = 1.05, 1.0
 """Factor (clocks drift) and seconds (a step of the engine, a message) by which a wait may exceed its cap."""
+
+_LATE_S = 0.1
+"""How much later than its limit an end may come: hand-offs are looked at from time to time."""
 
 _LOOK_S = 0.02
 """How often hand-offs that stand still are looked for: caps are much longer, and the check is dear."""
@@ -91,6 +95,8 @@ class Run:
         self.world = World(script.seed)
         self.world.timeline = [] if keep_timeline else None
         network = Network(self.world, lambda address, frame, sender: self.cluster.arrive(address, frame, sender))
+        is_calm = all(fault.kind in CALM for fault in script.faults) and all(each.steal_id < 0 for each in script.requests)
+        network.is_ordered = is_calm
         fabric = Fabric(self.world, network, script.late_writes, script.move_s, script.uneven, script.library_writes)
         fabric.stop_within_s = limits.stop_timeout - 2 * script.rank_lag_s - _ROUND_TRIP_S
         settings = HandoffSettings(integrity=script.integrity, aux_channel=script.aux_channel)
@@ -105,6 +111,11 @@ class Run:
             settings,
             script.rank_lag_s,
         )
+        slowest_s = 2.0 * script.move_s * script.uneven + 4 * script.rank_lag_s
+        self.cluster.watch = Watch(
+            self.world, limits, settings, is_calm=is_calm, has_area=not script.rank_lag_s, slowest_s=slowest_s
+        )
+        self.cluster.is_forgetful = script.is_forgetful
         if script.library_writes and script.unfenced_writes:
             self.world.not_promised |= UNFENCED_RULES
         self.faults: Counter[str] = Counter()
@@ -123,7 +134,7 @@ class Run:
         self._uses: Counter[HandoffKey] = Counter()
         self._pending = sorted(script.faults, key=lambda fault: fault.at_event)
         self.is_disturbed = False
-        """Whether a failure of any request is excused, whichever faults the script has."""
+        """Whether a failure of any request is excused, whichever faults the script has, and so is what was found beside."""
         self._struck: list[Fault] = []
         self._live_grants: dict[str, set[tuple[str, int]]] = {}
         self._over_grants: dict[str, set[tuple[str, int]]] = {}
@@ -145,6 +156,9 @@ class Run:
             self._check_end()
             self._check_healed()
         outcomes = self._check_pairs()
+        if not self.world.violations and not self.is_disturbed:
+            self._check_kept()
+            self.world.violations += self.world.findings
         timeline = self.world.timeline or []
         world = self.world
         result = Result(self.script, world.violations, world.events_total, self.faults, outcomes, timeline, world.uses)
@@ -266,8 +280,11 @@ class Run:
     def _is_reached(self, client: _Client) -> bool:
         """Whether a fault that has struck can have reached this request: at one of its two instances, or at itself.
 
-        Preemption excuses nothing: the prompt is computed again, and its client gets its answer. Where sources write and cannot
-        be fenced one by one, a fault at one of them may make a target register its memory anew, which fails others.
+        Preemption excuses nothing: the prompt is computed again, and its client gets its answer. Nor does what is sent twice,
+        or one short disturbance, shorter than any limit: what was lost is asked for again, and what waited goes on.
+
+        Where sources write and cannot be fenced one by one, a fault at one of them may make a target register its memory anew,
+        which fails what others write.
         """
         if self.is_disturbed or client in self.probes:
             return True
@@ -277,13 +294,15 @@ class Run:
         if any(thief.script.steal_id == client.number or key in thief.keys for thief in thieves):
             return True
         ends = {f"p{script.prefill}", f"d{script.decode}"}
+        is_reset = self.script.unfenced_writes and script.mode is Mode.PUSH
+        short = [fault for fault in self._struck if fault.is_short]
         for fault in self._struck:
-            if fault.kind is FaultKind.PREEMPT:
+            if fault.kind in HARMLESS or short == [fault]:
                 continue
             if fault.kind in (FaultKind.CANCEL_SOURCE, FaultKind.CANCEL_TARGET):
                 if key in self.clients[fault.number % len(self.clients)].keys:
                     return True
-            elif self.script.late_writes is not LateWrites.IMPOSSIBLE or not ends.isdisjoint((fault.who, fault.other)):
+            elif is_reset or (ends == {fault.who, fault.other} if fault.kind in LINK_FAULTS else fault.who in ends):
                 return True
         return False
 
@@ -444,6 +463,17 @@ class Run:
             if now - since > cap * _HARD_END_SLACK[0] + _HARD_END_SLACK[1]:
                 self.world.violate("hard end", f"{name}: {record.key} has been {record.state} for {now - since:.1f} s")
             self._check_silent_peer(name, record, since)
+            self._check_on_time(name, record, since)
+
+    def _check_on_time(self, name: str, record: SourceRecord | TargetRecord, since: float) -> None:
+        """A side that waits for its peer, and receives nothing about the hand-off, ends when its limit is over."""
+        if record.state in (SourceState.QUEUED, TargetState.QUEUED):
+            return
+        limits = self.cluster.limits
+        limit = limits.defer_timeout if isinstance(record, SourceRecord) else limits.transfer_timeout
+        silent_s = self.world.now - max(since, self.cluster.watch.seen_at.get((name, record.key), 0.0))
+        if silent_s > limit * _HARD_END_SLACK[0] + _LATE_S:
+            self.world.find("on time", f"{name}: {record.key} is {record.state} after {silent_s:.2f} s without a message")
 
     def _check_silent_peer(self, name: str, record: SourceRecord | TargetRecord, since: float) -> None:
         """What only the engine of the peer can bring forward ends soon after that engine hung, whatever its agents send."""
@@ -487,6 +517,13 @@ class Run:
             copies = sum(len(agent.copies) for agent in instance.agents)
             if copies:
                 self.world.violate("everything ends", f"{instance.process.name}: {copies} copies are still open")
+
+    def _check_kept(self) -> None:
+        """Nothing is live: then what is left was forgotten to be forgotten, and would grow with every hand-off."""
+        for instance in self.all_instances:
+            if instance.process.is_alive:
+                for kept in kept_for_ever(instance.coordinator, instance.agents):
+                    self.world.find("nothing kept", f"{instance.process.name}: {kept}")
 
     def _check_healed(self) -> None:
         """A fault that is over leaves no harm behind: every pair of instances can hand off again."""

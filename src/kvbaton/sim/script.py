@@ -11,7 +11,7 @@ import msgspec
 from kvbaton.core.handoff import AuxChannel, Integrity, Mode
 from kvbaton.transport.base import LateWrites
 
-__all__ = ["Fault", "FaultKind", "RequestScript", "Script", "make_script"]
+__all__ = ["CALM", "HARMLESS", "LINK_FAULTS", "Fault", "FaultKind", "RequestScript", "Script", "make_script"]
 
 
 class FaultKind(enum.StrEnum):
@@ -43,6 +43,41 @@ class FaultKind(enum.StrEnum):
     SILENT_ENGINE = "silent engine"
     STUCK_ENGINE = "stuck engine"
     REPLAY = "replay"
+
+
+LINK_FAULTS = frozenset(
+    {
+        FaultKind.CUT,
+        FaultKind.SEVER,
+        FaultKind.CLOG,
+        FaultKind.LOSE,
+        FaultKind.DOUBLE,
+        FaultKind.DELAY,
+        FaultKind.SLOW,
+        FaultKind.LOSSY,
+        FaultKind.REPLAY,
+    }
+)
+"""Faults between two instances, which reach nothing but what they exchange."""
+
+HARMLESS = frozenset({FaultKind.PREEMPT, FaultKind.DOUBLE, FaultKind.REPLAY})
+"""Faults that never excuse a failure."""
+
+_WAITED_OUT = frozenset(
+    {
+        FaultKind.CUT,
+        FaultKind.SEVER,
+        FaultKind.CLOG,
+        FaultKind.PAUSE,
+        FaultKind.STALL,
+        FaultKind.QUEUE_FULL,
+        FaultKind.PAUSE_RANK,
+    }
+)
+_SHORT_S = 0.5
+
+CALM = frozenset({FaultKind.PREEMPT, FaultKind.CANCEL_TARGET, FaultKind.CANCEL_SOURCE, FaultKind.REFUSE})
+"""What engines do every day: agents and the network between them are not disturbed by it."""
 
 
 class RequestScript(msgspec.Struct, frozen=True):
@@ -82,6 +117,11 @@ class Fault(msgspec.Struct, frozen=True):
     for_s: float = 0.0
     number: int = 0
 
+    @property
+    def is_short(self) -> bool:
+        """Whether it is over long before any limit: one of that kind makes no request fail."""
+        return self.kind is FaultKind.LOSE or (self.kind in _WAITED_OUT and self.for_s <= _SHORT_S)
+
 
 class Script(msgspec.Struct, frozen=True):
     """Everything about one run."""
@@ -114,6 +154,8 @@ class Script(msgspec.Struct, frozen=True):
     """Whether writes are what the shipped libraries promise, and not what a transport could that fences."""
     uneven: float = 1.0
     """How many times slower every fourth batch of a transport is than the others."""
+    is_forgetful: bool = False
+    """Whether instances remember so few peers and ends that each is soon forgotten."""
     rank_lag_s: float = 0.0
     """How long orders to ranks and their reports are under way at most; 0 where ranks live in their coordinator's process."""
 

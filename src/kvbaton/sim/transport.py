@@ -61,7 +61,7 @@ class Fabric:
 
 
 class SimTransport:
-    """The transport of one rank. `allow(block, copy)` checks that a write is inside its epoch.
+    """The transport of one rank. `allow(at, copy)` checks that a write is inside its epoch.
 
     It does what the libraries do that write today: it can fence no peer.
     """
@@ -246,7 +246,7 @@ class SimTransport:
 
     def land(self, at: int, cell: TaggedCell, copy: CopyId) -> None:
         """Put one cell into this rank's memory; a write outside its epoch is noticed here."""
-        self._allow(at % self.memory.blocks, copy)
+        self._allow(at, copy)
         self.memory.cells[at] = cell
 
     def _accepts(self, writer: PeerRank, posted: _PostedBatch) -> bool:

@@ -34,6 +34,14 @@ RULES: dict[str, str] = {
     "silent engine": "nothing waits for an engine that hangs, whatever its agents send",
     "spurious failure": "no request fails that no fault has reached",
     "heals": "when every fault is over, every pair serves",
+    "nothing twice": "no rank is ordered the same twice or for nothing, and no byte of a copy is moved twice",
+    "counted": "what a target reports as moved was moved, by the side that had to",
+    "as set": "what was set is what is done",
+    "on time": "a side that no message reaches ends when its limit is over",
+    "named end": "an end has a reason, and the outcome of what caused it",
+    "prompt": "where nothing is disturbed, no hand-off waits for a retry",
+    "no needless message": "no message is repeated before it can be lost, and no question answered twice",
+    "nothing kept": "without hand-offs, nothing is remembered but what is bounded",
 }
 """The rules of the protocol, each broken by a plant."""
 
@@ -90,6 +98,8 @@ class World:
         self.now = 0.0
         self.events_total = 0
         self.violations: list[Violation] = []
+        self.findings: list[Violation] = []
+        """Rules that were broken without harm to what follows: they count when the run is over, if no other rule was broken."""
         self.not_promised: set[str] = set()
         """Rules that the set-up of this run does not promise; where they do not hold is counted."""
         self.broken_unpromised: Counter[str] = Counter()
@@ -117,6 +127,11 @@ class World:
             return
         self.violations.append(Violation(rule, self.now, detail))
         self.note(f"VIOLATION {rule}: {detail}")
+
+    def find(self, rule: str, detail: str) -> None:
+        """Record that a rule did not hold which a run need not end for."""
+        self.findings.append(Violation(rule, self.now, detail))
+        self.note(f"FOUND {rule}: {detail}")
 
     def use(self, what: str) -> None:
         """Remember that this event used something that a fault may lie in wait for."""

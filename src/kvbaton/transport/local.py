@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvbaton.errors import PeerError, PeerLost, TransportError
-from kvbaton.transport.base import Endpoint, PeerRank, Region, Runs, TransportSettings
+from kvbaton.errors import KVBatonError, PeerError, PeerLost, TransportError
+from kvbaton.transport.base import AfterEvent, Batch, Direction, Endpoint, PeerRank, Region, Runs, Ticket, TransportSettings
 from kvbaton.transport.neighbour import Neighbour, NeighbourWatch, ProcessMemory, explain_limits, is_there
-from kvbaton.transport.queued import Ledger, QueuedTransport, SliceMover, detail
+from kvbaton.transport.queued import Ledger, QueuedTransport, SliceMover, describe, detail
 from kvbaton.transport.runs import MAX_SLICE_RUNS, CopyCrew, RunCopier, RunCursor, load_loops
 from kvbaton.transport.shared_memory import MARK_BYTES, SharedMapping, inode_of, write_mark
 
@@ -26,6 +26,8 @@ __all__ = ["LocalTransport"]
 
 _SLICE_RUNS = 16 * MAX_SLICE_RUNS
 _WORTH_SPLITTING_BYTES = 512 << 10
+_AT_ONCE_BYTES = 256 << 10
+"""Batches up to this size are copied by the caller: waking the mover, and being woken by it, takes longer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +72,16 @@ class _ProcessReach:
         if problems:
             raise problems[0]
         return total
+
+    def move_now(self, link: _Process, batch: Batch) -> tuple[int, str]:
+        """Copy a small batch out of mapped memory, in the calling thread; see `Ledger.move_now`."""
+        if link.copier is None or not (moved := link.copier.move_few(batch.runs, _AT_ONCE_BYTES)):
+            return 0, ""
+        try:
+            self.confirm(link)
+        except (KVBatonError, OSError, ValueError) as problem:
+            return moved, describe(problem)
+        return moved, ""
 
     def confirm(self, link: _Process) -> None:
         # The process first: the mark of one that has died is still readable where it was mapped.
@@ -155,6 +167,13 @@ class LocalTransport(QueuedTransport[_Process]):
         ledger: Ledger[_Process] = Ledger(region, settings)
         mover = SliceMover("local", ledger, settings, self._reach, threads * settings.slice_bytes, _SLICE_RUNS)
         super().__init__(region, settings, ledger, mover)
+
+    def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
+        if after is None and batch.direction is Direction.READ:
+            ticket = self._ledger.move_now(batch, self._reach.move_now)
+            if ticket is not None:
+                return ticket
+        return super().post(batch, after)
 
     def _let_readers_in(self) -> None:
         """What `process_vm_readv` needs; readers of shared memory open a descriptor in /proc, which Yama does not forbid."""

@@ -44,6 +44,7 @@ _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 _START_TICKS_FIELD = 22
 _STAT_BYTES = 4096
 _SCOPE_ADMIN = 2
+_MOST_WATCHED = 64
 _CAP_SYS_PTRACE = 19
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 
@@ -259,6 +260,9 @@ class NeighbourWatch:
         elif self._poll.poll(0):
             raise PeerLost(f"process {self._neighbour.pid} is gone")
 
+    def __del__(self) -> None:
+        self.close()
+
     def close(self) -> None:
         """Give the descriptor back. Idempotent."""
         fd, self._fd = self._fd, -1
@@ -288,7 +292,16 @@ def is_gone(process: ProcessId) -> bool:
             return False
     except OSError:
         return False
+    if not 0 < process.pid < 1 << 31:
+        return True
     try:
-        return start_ticks(process.pid) != process.started
+        _watch_of(process).check()
     except PeerLost:
         return True
+    return False
+
+
+@functools.lru_cache(maxsize=_MOST_WATCHED)
+def _watch_of(process: ProcessId) -> NeighbourWatch:
+    """A descriptor of the process, kept: every request asks whether its peer lives, and reading /proc takes far longer."""
+    return NeighbourWatch(Neighbour(process.host, process.pid, process.started))

@@ -111,6 +111,9 @@ MoverCommand = PostJob[L] | CancelJob[L] | RevokeLink[L]
 RunsCheck = Callable[[L, Runs], None]
 """Refuses runs of a link by raising RangeError."""
 
+MoveNow = Callable[[L, Batch], tuple[int, str]]
+"""Checks and moves a small batch of a link; the bytes, 0 if it moved nothing, and the error with which the batch ends."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _KnownPeer(Generic[L]):
@@ -191,6 +194,29 @@ class Ledger(Generic[L]):
             self._count_of[batch.peer] += 1
             self._command(PostJob(job))
         return job.ticket
+
+    def move_now(self, batch: Batch, move: MoveNow[L]) -> Ticket | None:
+        """Have the caller move a small batch itself; None where it has to be admitted. Raises TransportError.
+
+        Only while the mover has nothing to do: a batch overtakes no other. Under the lock, so that no revoke or close comes in
+        between; `move` must therefore be quick, and touch nothing here.
+        """
+        with self._lock:
+            if self._jobs or self._commands or self._check is not None:
+                return None
+            known = self._known(batch.peer)
+            if len(self._peer_of) >= self._settings.max_in_flight:
+                return None
+            moved_bytes, error = move(known.link, batch)
+            if not moved_bytes:
+                return None
+            self._last_ticket += 1
+            ticket = Ticket(self._last_ticket)
+            self._peer_of[ticket] = batch.peer
+            self._count_of[batch.peer] += 1
+            self._completions.append(Completion(ticket, moved_bytes, error))
+            self.done.set()
+            return ticket
 
     def ask_cancel(self, ticket: Ticket) -> None:
         """Have the mover stop the job, once; unknown and finished tickets are ignored."""

@@ -50,7 +50,7 @@ _log = logging.getLogger("kvbaton.transport")
 Place = npt.NDArray[np.uint64]
 """Where a loop is in its runs: the number of a run, and the bytes of it that are copied."""
 
-_CODE = tuple(Path(__file__).with_name(name) for name in ("check_runs.c", "copy_runs.c", "sum_pieces.c"))
+_CODE = tuple(Path(__file__).with_name(name) for name in ("check_runs.c", "copy_runs.c", "move_few.c", "sum_pieces.c"))
 _OPTIONS = ("-O3", "-shared", "-fPIC", "-pthread")
 _COMPILE_S = 60.0
 
@@ -78,12 +78,20 @@ class Loops:
         self.close_crew.argtypes, self.close_crew.restype = [pointer], None
         self.copy_runs.argtypes = [pointer, pointer, pointer, pointer, number, number, number, pointer, size, size]
         self.copy_runs.restype = size
-        self._check_runs = code.check_runs
-        self._check_runs.argtypes = [pointer, number, number, number, size, size, pointer]
+        # Calls that take microseconds keep the interpreter's lock: a thread that releases it may wait milliseconds for it.
+        holding = ctypes.PyDLL(str(library))
+        self._check_runs, self._check_few = code.check_runs, holding.check_runs
+        for check in (self._check_runs, self._check_few):
+            check.argtypes = [pointer, number, number, number, size, size, pointer]
+        self._move_few = holding.move_few
+        self._move_few.argtypes = [pointer, size, pointer, size, pointer, number, number, number, size]
+        self._move_few.restype = size
         self._sum_pieces = code.sum_pieces
         word = ctypes.c_uint32
         self._sum_pieces.argtypes = [pointer, ctypes.c_int64, pointer, number, pointer, number, word, pointer]
         self._sum_pieces.restype = ctypes.c_int64
+        self.limit_sums = code.limit_sums
+        self.limit_sums.argtypes = [ctypes.c_int]
         self.can_sum = self._sums_as_zlib()
         """Whether `sum` gives what zlib gives: the peer may have no compiler, and compares our sums with its own."""
 
@@ -97,7 +105,20 @@ class Loops:
         own = np.empty(runs.shape, np.uint64, order="F")
         row, column = (stride // runs.itemsize for stride in runs.strides)
         numbers = (row, column, len(runs), source_bytes, target_bytes)
-        return own if self._check_runs(runs.ctypes.data, *numbers, own.ctypes.data) else None
+        check = self._check_few if len(runs) <= MAX_SLICE_RUNS else self._check_runs
+        return own if check(runs.ctypes.data, *numbers, own.ctypes.data) else None
+
+    def move_few(self, starts: tuple[int, int], sizes: tuple[int, int], runs: Runs, most_bytes: int) -> int:
+        """Check a few runs as `checked` does and copy them, with the interpreter's lock; returns how many bytes that were.
+
+        0, and nothing was copied, where they are too many, or not seen to be right. `starts` and `sizes` are the addresses and
+        bytes of the target region and of the source region.
+        """
+        if runs.dtype != np.uint64 or runs.ndim != 2 or runs.shape[1] != 3 or not runs.flags.aligned:
+            return 0
+        row, column = (stride // runs.itemsize for stride in runs.strides)
+        numbers = (row, column, len(runs), most_bytes)
+        return int(self._move_few(starts[0], sizes[0], starts[1], sizes[1], runs.ctypes.data, *numbers))
 
     def sums(self, region: npt.NDArray[np.uint8], pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
         """CRC-32 of parts of these pieces of `region`, as `RegionSummer.sums`, without the interpreter's lock."""
@@ -119,7 +140,7 @@ class CopyCrew:
     """The thread that copies, and so many helpers of its own, in threads that wait while there is nothing to do."""
 
     def __init__(self, loops: Loops, helpers: int) -> None:
-        self._loops = loops
+        self.loops = loops
         self._crew = loops.open_crew(helpers)
         if not self._crew:
             raise ConfigError("no memory for the helpers that copy between processes")
@@ -131,13 +152,13 @@ class CopyCrew:
         """
         row, column = (stride // runs.itemsize for stride in runs.strides)
         numbers = (row, column, len(runs), place.ctypes.data, most_bytes, most_runs)
-        return int(self._loops.copy_runs(self._crew, target, source, runs.ctypes.data, *numbers))
+        return int(self.loops.copy_runs(self._crew, target, source, runs.ctypes.data, *numbers))
 
     def close(self) -> None:
         """End the helpers; no copy may be running. Idempotent."""
         crew, self._crew = self._crew, None
         if crew:
-            self._loops.close_crew(crew)
+            self.loops.close_crew(crew)
 
 
 def load_loops(directory: Path | None = None, compiler: str = "cc") -> Loops | None:
@@ -348,6 +369,15 @@ class RunCopier:
         """Copy what follows a cursor, with the loop in C; returns how many bytes. The caller advances."""
         assert self._crew is not None  # noqa: S101
         return self._crew.copy(*self._starts, cursor.runs, cursor.place, most_bytes, most_runs)
+
+    def move_few(self, runs: Runs, most_bytes: int) -> int:
+        """Check and copy a few runs at once, with the loop in C; 0, and nothing was copied, where that is not possible.
+
+        Both arrays are the regions that the runs may not leave.
+        """
+        if self._crew is None:
+            return 0
+        return self._crew.loops.move_few(self._starts, (self._target.nbytes, self._source.nbytes), runs, most_bytes)
 
     def copy(self, runs: Runs) -> None:
         """Copy every run; their ranges have been checked and their targets do not overlap."""

@@ -1,7 +1,8 @@
 /* CRC-32 (that of zlib) over pieces of a region, at the speed of memory: 64 bytes per step are folded by carry-less products,
    which x86-64 and AArch64 both have, and which leave a remainder of 16 bytes for a table. The method is that of "Fast CRC
    Computation for Generic Polynomials Using PCLMULQDQ"; the constants are powers of x modulo the polynomial, bits reversed.
-   A processor without such products gets the table alone. */
+   AArch64 has an instruction for this very sum, which is a third faster: three streams at a time keep it busy, and products join
+   them. A processor without any of these gets the table alone. */
 #include <stdint.h>
 #include <string.h>
 
@@ -21,7 +22,10 @@ FOLDING static inline lane fold(lane value, lane powers) {
 #elif defined(__aarch64__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
 #include <arm_neon.h>
 #include <sys/auxv.h>
-#define FOLDING __attribute__((target("+crypto")))
+#include <arm_acle.h>
+#define HAS_SUM_INSTRUCTION
+#define FOLDING __attribute__((target("+crypto+crc")))
+static int can_instruct(void) { return (getauxval(AT_HWCAP) & 0x90) == 0x90; } /* HWCAP_PMULL and HWCAP_CRC32 */
 static int can_fold(void) { return getauxval(AT_HWCAP) >> 4 & 1; } /* HWCAP_PMULL */
 FOLDING static inline lane fold(lane value, lane powers) {
     return (lane)vmull_p64((poly64_t)value[0], (poly64_t)powers[0]) ^
@@ -97,6 +101,88 @@ FOLDING static uint32_t sum_by_folding(uint32_t rest, const unsigned char *regio
     return is_open ? close_fold(folded) : rest;
 }
 
+#ifdef HAS_SUM_INSTRUCTION
+#define STREAMS 3
+#define LONG 1344 /* three of them are a page of 4 KiB, nearly */
+#define SHORT 192
+
+static uint32_t by_long[STREAMS - 1], by_short[STREAMS - 1];
+static int is_instructing;
+
+/* x to the power of 8 * `bytes` - 33 modulo the polynomial, bits reversed: a product with it and one more step of eight bytes
+   move a sum on over so many bytes. */
+static uint32_t power(long bytes) {
+    uint32_t rest = 0x80000000u;
+    for (long bit = 0; bit < 8 * bytes - 33; bit++) rest = rest >> 1 ^ (rest & 1 ? POLYNOMIAL : 0);
+    return rest;
+}
+
+__attribute__((constructor)) static void prepare_streams(void) {
+    for (int stream = 0; stream < STREAMS - 1; stream++) {
+        by_long[stream] = power((STREAMS - 1 - stream) * LONG);
+        by_short[stream] = power((STREAMS - 1 - stream) * SHORT);
+    }
+    is_instructing = can_instruct();
+}
+
+static inline uint64_t word_at(const unsigned char *bytes) {
+    uint64_t word;
+    memcpy(&word, bytes, sizeof word);
+    return word;
+}
+
+FOLDING static inline uint32_t sum_streams(uint32_t rest, const unsigned char *bytes, long length, const uint32_t *powers) {
+    uint32_t second = 0, third = 0;
+    for (long at = 0; at < length; at += 8) {
+        rest = __crc32d(rest, word_at(bytes + at));
+        second = __crc32d(second, word_at(bytes + length + at));
+        third = __crc32d(third, word_at(bytes + 2 * length + at));
+    }
+    lane moved = (lane)vmull_p64((poly64_t)(uint64_t)rest, (poly64_t)(uint64_t)powers[0]) ^
+                 (lane)vmull_p64((poly64_t)(uint64_t)second, (poly64_t)(uint64_t)powers[1]);
+    return third ^ __crc32d(0, moved[0]);
+}
+
+FOLDING static uint32_t sum_by_instruction(uint32_t rest, const unsigned char *bytes, uint64_t left) {
+    for (; left >= STREAMS * LONG; bytes += STREAMS * LONG, left -= STREAMS * LONG)
+        rest = sum_streams(rest, bytes, LONG, by_long);
+    for (; left >= STREAMS * SHORT; bytes += STREAMS * SHORT, left -= STREAMS * SHORT)
+        rest = sum_streams(rest, bytes, SHORT, by_short);
+    for (; left >= 8; bytes += 8, left -= 8) rest = __crc32d(rest, word_at(bytes));
+    while (left--) rest = __crc32b(rest, *bytes++);
+    return rest;
+}
+#else
+static const int is_instructing = 0;
+static uint32_t sum_by_instruction(uint32_t rest, const unsigned char *bytes, uint64_t left) {
+    return sum_by_table(rest, bytes, left);
+}
+#endif
+
+/* One part in one of the three ways. */
+static uint32_t sum_part(uint32_t rest, const unsigned char *region, const int64_t *pieces, long count) {
+    if (is_folding && !is_instructing) return sum_by_folding(rest, region, pieces, count);
+    for (long piece = 0; piece < count; piece++) {
+        const unsigned char *bytes = region + pieces[2 * piece];
+        uint64_t left = (uint64_t)pieces[2 * piece + 1];
+        if (piece + 1 < count) __builtin_prefetch(region + pieces[2 * piece + 2], 0, 0);
+        rest = is_instructing ? sum_by_instruction(rest, bytes, left) : sum_by_table(rest, bytes, left);
+    }
+    return rest;
+}
+
+/* Take only so many of the ways from now on, for tests: 0 the table, 1 folding too, 2 all. Tells which is the best one left. */
+int limit_sums(int ways) {
+    int best = 0;
+    is_folding = ways > 0 && can_fold();
+    if (is_folding) best = 1;
+#ifdef HAS_SUM_INSTRUCTION
+    is_instructing = ways > 1 && can_instruct();
+    if (is_instructing) best = 2;
+#endif
+    return best;
+}
+
 /* The sums of consecutive parts of the pieces (offset, bytes) of a region, each up to the piece with the number in `ends`; the
    first one continues `value`. Returns 0, or a negative number if a piece leaves the region. */
 int64_t sum_pieces(const unsigned char *region, int64_t region_bytes, const int64_t *pieces, long count, const int64_t *ends,
@@ -106,12 +192,7 @@ int64_t sum_pieces(const unsigned char *region, int64_t region_bytes, const int6
         if (offset < 0 || bytes < 0 || bytes > region_bytes || offset > region_bytes - bytes) return -1 - piece;
     }
     for (long part = 0, piece = 0; part < parts; piece = ends[part++], value = 0) {
-        uint32_t rest = ~value;
-        if (is_folding) rest = sum_by_folding(rest, region, pieces + 2 * piece, ends[part] - piece);
-        else
-            for (long each = piece; each < ends[part]; each++)
-                rest = sum_by_table(rest, region + pieces[2 * each], (uint64_t)pieces[2 * each + 1]);
-        sums[part] = ~rest;
+        sums[part] = ~sum_part(~value, region, pieces + 2 * piece, ends[part] - piece);
     }
     return 0;
 }

@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from gpu_memories import GPU, MAIN, STAND_IN, PlacedMemory, place, use_stand_in
 from kvbaton.compat.mori.io import BackendType, IOEngine, IOEngineConfig, MemoryLocationType, RdmaBackendConfig
 
 __all__ = ["MoriPeer", "mori_peer"]
 
 _ANSWER_S = 60.0
+_TESTS = Path(__file__).parents[2]
 
 
 class MoriPeer:
@@ -48,10 +50,12 @@ class MoriPeer:
 
 
 @contextlib.contextmanager
-def mori_peer(key: str, port: int = 0, **environment: str) -> Iterator[MoriPeer]:
-    """Start one; it is killed at the end."""
-    command = [sys.executable, str(Path(__file__)), key, str(port)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **environment})
+def mori_peer(key: str, port: int = 0, memory: str = MAIN, **environment: str) -> Iterator[MoriPeer]:
+    """Start one with memories of a kind; it is killed at the end."""
+    command = [sys.executable, str(Path(__file__)), key, str(port), memory]
+    path = os.pathsep.join(filter(None, (str(_TESTS), os.environ.get("PYTHONPATH", ""))))
+    variables = {**os.environ, "PYTHONPATH": path, **environment}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables)
     try:
         yield MoriPeer(process)
     finally:
@@ -63,10 +67,13 @@ def mori_peer(key: str, port: int = 0, **environment: str) -> Iterator[MoriPeer]
         process.stdout.close()
 
 
-def _main(key: str, port: int) -> None:
+def _main(key: str, port: int, memory: str) -> None:
+    if memory == STAND_IN:
+        use_stand_in()
+    label = (0, MemoryLocationType.GPU) if memory == GPU else (-1, MemoryLocationType.CPU)
     engine = IOEngine(key, IOEngineConfig("127.0.0.1", port))
     engine.create_backend(BackendType.RDMA, RdmaBackendConfig())
-    memories: list[Any] = []
+    memories: list[PlacedMemory] = []
     descriptors: list[Any] = []
     for line in sys.stdin:
         request = json.loads(line)
@@ -75,16 +82,15 @@ def _main(key: str, port: int) -> None:
             case "engine":
                 answer = engine.get_engine_desc().pack().hex()
             case "register":
-                memories.append(np.full(request["size"], request["value"], np.uint8))
-                place = memories[-1].ctypes.data, memories[-1].nbytes
-                descriptors.append(engine.register_memory(*place, -1, MemoryLocationType.CPU))
+                memories.append(place(memory, np.full(request["size"], request["value"], np.uint8)))
+                descriptors.append(engine.register_memory(memories[-1].address, memories[-1].nbytes, *label))
                 answer = descriptors[-1].pack().hex()
             case "deregister":
                 engine.deregister_memory(descriptors[request["number"]])
             case "fill":
-                memories[request["number"]][:] = request["value"]
+                memories[request["number"]].fill(request["value"])
             case "content":
-                answer = memories[request["number"]].tobytes().hex()
+                answer = memories[request["number"]].array.tobytes().hex()
             case "notice":
                 answer = engine.pop_inbound_transfer_status(request["key"], request["uid"]) is not None
             case "stats":
@@ -93,4 +99,4 @@ def _main(key: str, port: int) -> None:
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], int(sys.argv[2]))
+    _main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -64,7 +64,8 @@ def _frames(draw: random.Random, count: int, memory: MemoryDesc) -> bytes:
         runs = np.array([[draw.getrandbits(64), draw.getrandbits(64), draw.getrandbits(64)]], np.uint64)
         handle = memory.handle if draw.random() < 0.5 else MemoryHandle(draw.getrandbits(32), draw.getrandbits(64), 0)
         call = MemoryCall(kind, number + 1, draw.getrandbits(64), 0, 0, handle.slot, handle.stamp, 1, draw.getrandbits(64))
-        made.append(pack_call(call, runs) if draw.random() < 0.5 else draw.randbytes(CALL_BYTES))
+        gpu = draw.randbytes(draw.randrange(200)) if draw.random() < 0.1 else b""
+        made.append(pack_call(call, runs, gpu) if draw.random() < 0.5 else draw.randbytes(CALL_BYTES))
     return b"".join(made)
 
 

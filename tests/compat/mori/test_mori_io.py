@@ -1,4 +1,8 @@
-"""MoRI-IO's behaviours, on the drop-in: operations, sessions, batches, ranges, notices, threads, restarts, bad input."""
+"""MoRI-IO's behaviours, on the drop-in: operations, sessions, batches, ranges, notices, threads, restarts, bad input.
+
+Where two engines exchange something, over each path: main memory by `local` and by `tcp`, a stand-in for memory of a GPU, and
+memory of a GPU where there is one.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ import numpy.typing as npt
 import pytest
 from mori_peer import MoriPeer, mori_peer
 
+from gpu_memories import GPU, MAIN, STAND_IN, place, use_stand_in, why_not_here
 from kvbaton.compat.mori import cpp
 from kvbaton.compat.mori.io import (
     BackendType,
@@ -37,14 +42,25 @@ TransferStatus = cpp.TransferStatus
 _KEYS = itertools.count()
 _LIMIT_MS = 30_000
 _CPU = MemoryLocationType.CPU
+_PATHS = {"auto": MAIN, "tcp": MAIN, "stand-in GPU": STAND_IN, "GPU": GPU}
+
+
+class _Kind:
+    """The kind of memory that tests use now."""
+
+    now = MAIN
 
 
 class _Memory:
-    """A registered array."""
+    """Registered memory with this content; `loc` is its label, which decides nothing."""
 
-    def __init__(self, engine: IOEngine, array: npt.NDArray[np.uint8], loc: MemoryLocationType = _CPU) -> None:
-        self.array = array
-        self.desc = engine.register_memory(array.ctypes.data, array.nbytes, -1, loc)
+    def __init__(self, engine: IOEngine, content: npt.NDArray[np.uint8], loc: MemoryLocationType = _CPU, skip: int = 0) -> None:
+        self.memory = place(_Kind.now, content, skip)
+        self.desc = engine.register_memory(self.memory.address, self.memory.nbytes, -1, loc)
+
+    @property
+    def array(self) -> npt.NDArray[np.uint8]:
+        return self.memory.array
 
 
 def _engine(backend: BackendType | None = BackendType.RDMA, config: Any = None, key: str = "") -> IOEngine:
@@ -76,9 +92,15 @@ def _notice(engine: IOEngine, key: str, uid: int) -> bool:
     return True
 
 
-@pytest.fixture(params=["auto", "tcp"])
+@pytest.fixture(params=_PATHS)
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("KVBATON_MORI", request.param)
+    kind = _PATHS[request.param]
+    if why := why_not_here(kind):
+        pytest.skip(why)
+    if kind == STAND_IN:
+        use_stand_in(monkeypatch.setattr)
+    monkeypatch.setattr(_Kind, "now", kind)
+    monkeypatch.setenv("KVBATON_MORI", request.param if kind == MAIN else "auto")
     return str(request.param)
 
 
@@ -128,6 +150,7 @@ def test_operations(
     assert there.pop_inbound_transfer_status(key, max(uids) + 1) is None
 
 
+@pytest.mark.usefixtures("path")
 def test_a_control_that_stores_nothing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     for value, location, is_stored in (("1", _CPU, False), ("gpu", _CPU, True), ("gpu", MemoryLocationType.GPU, False)):
         monkeypatch.setenv("KVBATON_MORI_DROP_WRITES", value)
@@ -165,20 +188,20 @@ def test_strided_shuffled_and_unequal_runs(pair: tuple[IOEngine, IOEngine]) -> N
     targets = draw.sample(range(0, 1 << 20, 4096), 200)
     sizes = [draw.choice([1, 7, 512, 4095, 4096]) for _ in sources]
     _done(session.batch_write(tuple(sources), targets, np.array(sizes).tolist(), 1))
-    expected = np.zeros(1 << 20, np.uint8)
+    expected, sent = np.zeros(1 << 20, np.uint8), mine.array
     for source, target, size in zip(sources, targets, sizes, strict=True):
-        expected[target : target + size] = mine.array[source : source + size]
+        expected[target : target + size] = sent[source : source + size]
     assert (theirs.array == expected).all()
 
 
 def test_a_view_into_a_larger_allocation_moves_the_views_bytes(pair: tuple[IOEngine, IOEngine]) -> None:
     here, there = pair
-    whole = _random(1 << 20)
-    view, target = _Memory(there, whole[700_000:704_096]), _Memory(here, np.zeros(4096, np.uint8))
+    view, target = _Memory(there, _random(4096), skip=700_001), _Memory(here, np.zeros(4096, np.uint8), skip=77)
     _done(here.read(target.desc, 0, MemoryDesc.unpack(view.desc.pack()), 0, 4096, 1))
-    assert (target.array == whole[700_000:704_096]).all()
+    assert (target.array == _random(4096)).all()
 
 
+@pytest.mark.usefixtures("path")
 def test_one_engine_can_be_both_ends() -> None:
     engine = _engine(BackendType.XGMI, XgmiBackendConfig())
     one, other = (_Memory(engine, _random(4096, seed), MemoryLocationType.GPU) for seed in range(2))
@@ -523,6 +546,7 @@ def test_many_threads_use_one_engine(pair: tuple[IOEngine, IOEngine]) -> None:
     assert all(_notice(there, here.get_engine_desc().key, uid) for uid in range(128))
 
 
+@pytest.mark.usefixtures("path")
 def test_an_engine_that_is_dropped_gives_port_and_threads_back() -> None:
     before = threading.active_count()
     here, there = _engine(), _engine()
@@ -542,7 +566,7 @@ def test_an_engine_that_is_dropped_gives_port_and_threads_back() -> None:
 class TestTwoProcesses:
     @pytest.fixture
     def peer(self) -> Iterator[MoriPeer]:
-        with mori_peer("peer") as started:
+        with mori_peer("peer", memory=_Kind.now) as started:
             yield started
 
     @pytest.fixture
@@ -565,8 +589,9 @@ class TestTwoProcesses:
         assert peer.ask("notice", key=here.get_engine_desc().key, uid=3)
         peer.ask("fill", number=0, value=9)
         _done(session.batch_read([0], [4096], [1 << 19], 4))
-        assert (mine.array[: 1 << 19] == 9).all()
-        assert (mine.array[1 << 19 :] != 9).any()
+        got = mine.array
+        assert (got[: 1 << 19] == 9).all()
+        assert (got[1 << 19 :] != 9).any()
 
     def test_a_write_after_deregistration_changes_no_byte(self, here: IOEngine, peer: MoriPeer) -> None:
         mine = _Memory(here, _random(1 << 20))
@@ -579,12 +604,12 @@ class TestTwoProcesses:
     def test_a_restarted_peer_with_the_same_key_and_port_is_not_mistaken(self) -> None:
         here = _engine()
         mine = _Memory(here, _random(4096))
-        with mori_peer("peer") as first:
+        with mori_peer("peer", memory=_Kind.now) as first:
             old_engine, old_memory = EngineDesc.unpack(first.engine_desc), first.register(4096)
             here.register_remote_engine(old_engine)
             session = self._session(here, mine, old_memory)
             _done(session.write(0, 0, 4096, 1))
-        with mori_peer("peer", old_engine.port) as second:
+        with mori_peer("peer", old_engine.port, _Kind.now) as second:
             second.register(4096, 7)
             assert session.write(0, 0, 4096, 2).WaitFor(_LIMIT_MS) is StatusCode.ERR_RDMA_OP
             with pytest.raises(RuntimeError):

@@ -1,4 +1,7 @@
-"""The backend's classes on SGLang's own pools and buffers, in SGLang's environment; `inside/class_checks.py` has the checks."""
+"""The backend's classes on SGLang's own pools and buffers, in SGLang's environment.
+
+`inside/class_checks.py` and `inside/state_checks.py` have the checks.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ from sglang_stand import ready
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
 _CHECKS = Path(__file__).parent / "inside" / "class_checks.py"
-_NAMES = re.findall(r"^def ((?!_|main|mha|mla|wait|tensors|hand_over)\w+)\(\) -> None:", _CHECKS.read_text(), re.MULTILINE)
+_SOURCES = [_CHECKS.read_text(), _CHECKS.with_name("state_checks.py").read_text()]
+_LISTS = [text.partition("CHECKS = (")[2].partition("\n)")[0] for text in _SOURCES]
+_NAMES = re.findall(r"^    (\w+),$", "\n".join(_LISTS), re.MULTILINE)
 
 
 @pytest.fixture(scope="module")

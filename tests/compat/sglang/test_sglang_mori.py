@@ -55,11 +55,12 @@ def test_sglangs_own_balancer_is_in_front_of_it(pair: SglangStand) -> None:
     assert _COUNTS.totals()[1] >= before + 8, "every request stored something through the drop-in"
 
 
-def test_64_at_once(pair: SglangStand) -> None:
+@pytest.mark.parametrize("count", [64, 256])
+def test_many_at_once(pair: SglangStand, count: int) -> None:
     async def work(session: aiohttp.ClientSession) -> None:
-        prompts = [prompt(1000 + index, 3 + index) for index in range(64)]
+        prompts = [prompt(1000 * count + index, 3 + index % 90) for index in range(count)]
         answers = await asyncio.gather(*(pair.pair(session, ids) for ids in prompts))
         alone = await asyncio.gather(*(pair.generate(session, pair.single.base_url, ids) for ids in prompts))
-        assert [different(single, decode) for single, (_, decode) in zip(alone, answers, strict=True)] == [""] * 64
+        assert [different(single, decode) for single, (_, decode) in zip(alone, answers, strict=True)] == [""] * count
 
     run(work)

@@ -107,7 +107,7 @@ def test_a_prompt_that_is_too_long_for_decode_alone_ends_its_prefill_too(servers
         asking = hand_over(session, servers.prefill, servers.decode, prompt(8, 1300))
         prefill, decode = await asyncio.wait_for(asking, WAIT_S)
         assert (prefill.status, decode.status) == (500, 400)
-        assert "exceeds the maximum number of tokens" in decode.text
+        assert "exceeds the maximum allowed length" in decode.text
         assert "decode refused it" in prefill.text
 
     run(work)

@@ -18,7 +18,7 @@ from kvbaton.launch.fleet import FleetPart
 pytestmark = [pytest.mark.sglang_full, pytest.mark.timeout(1800)]
 
 PROMPTS = [prompt(seed, tokens) for seed, tokens in enumerate((1, 17, 100, 100, 300))]
-PAIRS = {"tp": (("tp1", "tp2"), ("tp2", "tp1"))}
+PAIRS = {"tp": (("tp1", "tp2"), ("tp2", "tp1")), "pp": (("pp2", "tp1"), ("pp2", "tp2"))}
 """Shapes of prefill and decode."""
 
 

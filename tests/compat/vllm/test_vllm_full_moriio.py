@@ -30,8 +30,8 @@ def test_answers_are_those_of_one_server(stock: StockStand, front: str) -> None:
     before = stock.counts.totals()[1]
     with stock.behind(front) as url:
         verdicts = [
-            *stock.verdicts(url, prompts_of(10, 500, f"{front} one"), 6, is_toy=front == "toy proxy"),
-            *stock.verdicts(url, prompts_of(10, 500, f"{front} two"), 6, is_toy=front == "toy proxy"),
+            *stock.verdicts(url, prompts_of(10, 500, f"{front} one"), 6, front),
+            *stock.verdicts(url, prompts_of(10, 500, f"{front} two"), 6, front),
         ]
     assert Counter(verdicts) == {"equal": 20}
     assert stock.counts.totals()[1] >= before + 20, "every request stored something through the drop-in"

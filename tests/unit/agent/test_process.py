@@ -40,3 +40,9 @@ def test_nothing_is_known_of_other_hosts() -> None:
     me = this_process()
     assert not is_gone(msgspec.structs.replace(me, host="elsewhere", started=1))
     assert not is_gone(msgspec.structs.replace(me, host="", started=1))
+
+
+def test_a_pid_that_no_process_can_have_is_gone() -> None:
+    me = this_process()
+    for pid in (-1, 0, 1 << 31, 1 << 62):
+        assert is_gone(msgspec.structs.replace(me, pid=pid))

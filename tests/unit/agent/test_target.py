@@ -871,3 +871,41 @@ def test_a_refusal_that_is_not_stale_ends_it_whatever_number_it_has(rig: Rig) ->
 def test_a_report_about_a_copy_of_nothing_is_late(rig: Rig) -> None:
     rig.side.on_copy(CopyStopped(CopyId(KEY, 1, 1), 0))
     assert rig.side.late_total["copy"] == 1
+
+
+def test_a_lost_grant_is_sent_again_also_when_it_had_to_wait_for_memory(rig: Rig) -> None:
+    wanted = rig.request()
+    rig.side.expect(wanted, card_of("s1", RANKS))
+    rig.pass_time(3 * LIMITS.retry)
+    rig.side.allocated(Allocation(wanted, BLOCKS, TOKENS, 0))
+    assert len(rig.sent(Grant)) == 1
+    rig.pass_time(LIMITS.retry)
+    assert len(rig.sent(Grant)) == 1
+
+
+def test_bytes_that_were_moved_before_a_retraction_are_not_reported(rig: Rig) -> None:
+    rig.grant()
+    rig.announce(0, 1, 2)
+    rig.ranks.finish_all()
+    rig.announce(0, 1, 2, generation=2)
+    rig.ranks.quiet_all()
+    rig.ranks.finish_all()
+    rig.finish_prefill(generation=2)
+    rig.confirm(generation=2)
+    (landed,) = rig.take_events()
+    assert isinstance(landed, Landed)
+    assert (landed.stats.bytes_planned, landed.stats.bytes_moved) == (10 * TOKENS * RANKS, 10 * TOKENS * RANKS)
+
+
+def test_what_ends_without_a_grant_is_declined_for_its_prompt_alone(rig: Rig) -> None:
+    rig.side.expect(rig.request(), card_of("s1", RANKS))
+    rig.side.cancel(KEY, "gone")
+    assert [(stop.grant, stop.prompt) for stop in rig.sent(Stop)] == [(0, "p")]
+
+
+def test_a_heartbeat_of_another_source_renews_no_deadline(rig: Rig) -> None:
+    rig.grant()
+    rig.pass_time(0.9 * LIMITS.transfer_timeout)
+    rig.side.on_heartbeat(S2, Heartbeat(from_source=True, live=((KEY, 1),)))
+    rig.pass_time(0.2 * LIMITS.transfer_timeout)
+    assert outcomes(rig.take_events()) == [Outcome.EXPIRED]

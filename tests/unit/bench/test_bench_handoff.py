@@ -50,7 +50,14 @@ def test_the_command_prints_one_object(capsys: pytest.CaptureFixture[str]) -> No
     assert {"name", "value", "unit", "peer", "ratio", "settings"} <= set(document["rows"][0])
 
 
-@pytest.mark.parametrize(("wrong", "named"), [({"levels": (0,)}, "--concurrency"), ({"tokens": 0}, "--tokens")])
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"levels": (0,)}, "--concurrency"),
+        ({"tokens": 0}, "--tokens"),
+        ({"tokens": 20, "beside_nixl": True}, "--tokens"),
+    ],
+)
 def test_settings_that_make_no_sense_are_named(wrong: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         HandoffBench(**wrong)  # type: ignore[arg-type]

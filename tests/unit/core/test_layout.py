@@ -10,7 +10,7 @@ from caches import compact_group, element_offset, reshaped
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbaton.core.layout import Axis, Group, HeadRange, Layout, TokenSplit
+from kvbaton.core.layout import SLIDING_PAGES, Axis, Group, HeadRange, Layout, TokenSplit
 
 dimensions = st.integers(1, 3)
 groups = st.builds(compact_group, dimensions, dimensions, dimensions, dimensions, dimensions, dimensions)
@@ -85,3 +85,12 @@ def test_blocks_that_are_moved_whole_are_needed_to_their_edges() -> None:
     assert group.needed(5, 7, 9) == (4, 8)
     assert msgspec.structs.replace(group, window=2).needed(0, 9, 9) == (4, 12)
     assert msgspec.structs.replace(group, tokens=TokenSplit(0, 2, 1)).needed(5, 7, 9) == (0, 8)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "needed"),
+    [((0, 9, 9), (4, 9)), ((0, 8, 8), (4, 8)), ((0, 4, 9), (4, 4)), ((8, 9, 9), (8, 9)), ((0, 3, 3), (0, 3))],
+)
+def test_a_window_of_whole_pages_begins_with_a_page(tokens: tuple[int, int, int], needed: tuple[int, int]) -> None:
+    group = msgspec.structs.replace(compact_group(), kind=SLIDING_PAGES, window=3)
+    assert group.needed(*tokens) == needed

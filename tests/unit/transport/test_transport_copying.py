@@ -112,3 +112,48 @@ def test_a_place_that_others_can_write_to_is_not_used(tmp_path: Path, caplog: py
     with caplog.at_level(logging.INFO, "kvbaton.transport"):
         assert load_loops(tmp_path) is None
     assert "another user" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("rows", "most", "moved"),
+    [
+        ([[4, 0, 8], [0, 8, 4]], 12, 12),
+        ([[4, 0, 8], [0, 8, 4]], 11, 0),
+        ([[0, 8, 4], [4, 0, 4]], 12, 8),
+        ([[0, 0, 16]], 16, 16),
+        ([[1, 0, 16]], 16, 0),
+        ([[0, 1, 16]], 16, 0),
+        ([[0, 0, 4], [8, 3, 4]], 16, 0),
+        ([[0, 0, 0], [8, 3, 4]], 16, 0),
+        ([[2**64 - 1, 0, 4]], 16, 0),
+        ([], 16, 0),
+    ],
+)
+def test_a_few_runs_are_copied_at_once_or_not_at_all(rows: list[list[int]], most: int, moved: int) -> None:
+    """What leaves a region, overlaps, is empty or is too long copies nothing: it is refused by name where that is checked."""
+    loops = load_loops()
+    if loops is None:
+        pytest.skip("no C compiler")
+    source, target = np.arange(1, 17, dtype=np.uint8), np.zeros(16, np.uint8)
+    crew = CopyCrew(loops, 0)
+    copier = RunCopier(source, target, crew)
+    assert copier.move_few(np.array(rows, np.uint64).reshape(-1, 3), most) == moved
+    expected = np.zeros(16, np.uint8)
+    for of, at, count in rows if moved else ():
+        expected[at : at + count] = source[of : of + count]
+    assert target.tolist() == expected.tolist()
+    crew.close()
+
+
+def test_many_runs_are_left_to_the_mover() -> None:
+    loops = load_loops()
+    if loops is None:
+        pytest.skip("no C compiler")
+    source, target = np.ones(4096, np.uint8), np.zeros(4096, np.uint8)
+    crew = CopyCrew(loops, 0)
+    runs = np.stack([np.arange(0, 4096, 4), np.arange(0, 4096, 4), np.full(1024, 4)], axis=1).astype(np.uint64)
+    assert RunCopier(source, target, crew).move_few(runs, 4096) == 0
+    assert not target.any()
+    assert RunCopier(source, target, crew).move_few(runs[::2], 4096) == 2048
+    assert RunCopier(source, target).move_few(runs[:1], 4096) == 0
+    crew.close()

@@ -115,3 +115,57 @@ def test_a_wakeup_is_a_flag_not_a_counter() -> None:
     wakeup.set()
     wakeup.clear()
     assert wakeup.fd == -1
+
+
+def test_a_small_batch_is_moved_by_the_caller_and_completes_like_any_other(ledger: Ledger[str]) -> None:
+    ticket = ledger.move_now(BATCH, lambda link, batch: (len(link) + len(batch.runs), ""))
+    assert ticket is not None
+    assert is_set(ledger.done)
+    assert not is_set(ledger.work)
+    assert [(each.ticket, each.moved_bytes, each.error) for each in ledger.take_completions()] == [(ticket, 5, "")]
+    assert not is_set(ledger.done)
+    assert ledger.move_now(BATCH, lambda *_: (5, "PeerLost: gone")) != ticket
+    assert [each.error for each in ledger.take_completions()] == ["PeerLost: gone"]
+
+
+def test_what_the_caller_cannot_move_is_left_to_the_mover(ledger: Ledger[str]) -> None:
+    assert ledger.move_now(BATCH, lambda *_: (0, "")) is None
+    assert ledger.take_completions() == []
+
+
+def test_a_small_batch_overtakes_nothing(ledger: Ledger[str]) -> None:
+    moved: list[str] = []
+
+    def move(link: str, batch: Batch) -> tuple[int, str]:
+        moved.append(link)
+        return len(batch.runs), ""
+
+    ledger.admit(BATCH, None)
+    assert ledger.move_now(BATCH, move) is None
+    (command,) = ledger.take_commands()
+    assert ledger.move_now(BATCH, move) is None
+    assert isinstance(command, PostJob)
+    ledger.finish(command.job)
+    assert moved == []
+    assert ledger.move_now(BATCH, move) is not None
+    assert moved == ["link"]
+    # As many completions wait as may be in flight.
+    assert ledger.move_now(BATCH, move) is None
+
+
+def test_nothing_is_moved_for_a_peer_that_was_revoked_or_after_the_end(ledger: Ledger[str]) -> None:
+    ledger.remove_peer(PEER)
+    assert ledger.move_now(BATCH, lambda *_: (5, "")) is None
+    ledger.take_commands()
+    with pytest.raises(TransportError, match="not connected"):
+        ledger.move_now(BATCH, lambda *_: (5, ""))
+    ledger.shut("closed")
+    with pytest.raises(TransportError, match="closed"):
+        ledger.move_now(BATCH, lambda *_: (5, ""))
+
+
+def test_a_transport_with_checks_of_its_own_keeps_them() -> None:
+    books: Ledger[str] = Ledger(Region.of(bytearray(10)), TransportSettings(), lambda *_: None)
+    books.add_peer(PEER, Endpoint("test", 10, {}), "link")
+    assert books.move_now(BATCH, lambda *_: (5, "")) is None
+    books.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -10,45 +12,75 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbaton.core.checks import Pieces
 from kvbaton.errors import RangeError
 from kvbaton.transport.runs import Loops, RegionSummer, load_loops
 
-LOOPS = load_loops()
-WAYS = pytest.mark.parametrize("loops", [None, LOOPS] if LOOPS else [None], ids=lambda loops: "C" if loops else "Python")
 Region = npt.NDArray[np.uint8]
+LOOPS = load_loops()
+ALL_WAYS = 2
+
+
+class OneWay:
+    """The loops in C with only so many ways to sum: 0 the table, 1 folding too, 2 the instruction too, where there is one."""
+
+    can_sum = True
+
+    def __init__(self, loops: Loops, ways: int) -> None:
+        self._loops = loops
+        self._ways = ways
+        self.name = ("table", "folding", "instruction")[ways]
+
+    def sums(self, region: Region, pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
+        self._loops.limit_sums(self._ways)
+        try:
+            return self._loops.sums(region, pieces, ends, value)
+        finally:
+            self._loops.limit_sums(ALL_WAYS)
+
+
+HERE = [OneWay(LOOPS, ways) for ways in range(ALL_WAYS + 1) if LOOPS.limit_sums(ways) == ways] if LOOPS else []
+WAYS = pytest.mark.parametrize("loops", [None, *HERE], ids=lambda loops: f"C, {loops.name}" if loops else "Python")
 REGION = np.random.default_rng(7).integers(0, 256, 5000, np.uint8)
-SIZES = st.one_of(st.integers(0, 200), st.sampled_from([63, 64, 65, 128, 256, 1024, 4095, 4096]))
+SIZES = st.one_of(
+    st.integers(0, 200), st.sampled_from([63, 64, 65, 128, 256, 575, 576, 577, 1024, 4031, 4032, 4040, 4095, 4096])
+)
 PIECES = st.lists(st.tuples(st.integers(0, 900), SIZES), max_size=9)
 
 
-def sum_of(loops: Loops | None, pieces: list[tuple[int, int]], value: int = 0, region: Region = REGION) -> int:
+def sum_of(loops: Loops | OneWay | None, pieces: list[tuple[int, int]], value: int = 0, region: Region = REGION) -> int:
     (value,) = sums_of(loops, pieces, [len(pieces)], value, region)
     return value
 
 
 def sums_of(
-    loops: Loops | None, pieces: list[tuple[int, int]], ends: list[int], value: int = 0, region: Region = REGION
+    loops: Loops | OneWay | None, pieces: list[tuple[int, int]], ends: list[int], value: int = 0, region: Region = REGION
 ) -> list[int]:
-    return RegionSummer(region.data, loops).sums(np.array(pieces, np.int64).reshape(-1, 2), ends, value)
+    summer = RegionSummer(region.data, cast(Loops | None, loops))
+    return summer.sums(np.array(pieces, np.int64).reshape(-1, 2), ends, value)
 
 
 @WAYS
 @given(PIECES, st.integers(0, 2**32 - 1))
-def test_a_sum_is_that_of_zlib_over_all_pieces_in_order(loops: Loops | None, pieces: list[tuple[int, int]], value: int) -> None:
+def test_a_sum_is_that_of_zlib_over_all_pieces_in_order(
+    loops: Loops | OneWay | None, pieces: list[tuple[int, int]], value: int
+) -> None:
     whole = b"".join(REGION[offset : offset + size].tobytes() for offset, size in pieces)
     assert sum_of(loops, pieces, value) == zlib.crc32(whole, value)
 
 
 @WAYS
 @given(PIECES, st.integers(0, 9))
-def test_a_sum_can_be_continued_between_any_two_pieces(loops: Loops | None, pieces: list[tuple[int, int]], cut: int) -> None:
+def test_a_sum_can_be_continued_between_any_two_pieces(
+    loops: Loops | OneWay | None, pieces: list[tuple[int, int]], cut: int
+) -> None:
     assert sum_of(loops, pieces[cut:], sum_of(loops, pieces[:cut])) == sum_of(loops, pieces)
 
 
 @WAYS
 @given(PIECES, st.lists(st.integers(0, 9), max_size=4), st.integers(0, 2**32 - 1))
 def test_parts_are_summed_apart_and_the_first_one_continues(
-    loops: Loops | None, pieces: list[tuple[int, int]], cuts: list[int], value: int
+    loops: Loops | OneWay | None, pieces: list[tuple[int, int]], cuts: list[int], value: int
 ) -> None:
     ends = [*sorted(min(cut, len(pieces)) for cut in cuts), len(pieces)]
     parts = [pieces[first:end] for first, end in zip([0, *ends], ends, strict=False)]
@@ -58,7 +90,7 @@ def test_parts_are_summed_apart_and_the_first_one_continues(
 
 @WAYS
 @pytest.mark.parametrize("at", [100, 163, 164, 227, 228, 4195])
-def test_control_one_changed_bit_changes_the_sum(loops: Loops | None, at: int) -> None:
+def test_control_one_changed_bit_changes_the_sum(loops: Loops | OneWay | None, at: int) -> None:
     changed = REGION.copy()
     changed[at] ^= 1
     pieces = [(100, 64), (164, 4032)]
@@ -67,7 +99,9 @@ def test_control_one_changed_bit_changes_the_sum(loops: Loops | None, at: int) -
 
 @WAYS
 @pytest.mark.parametrize("piece", [(4999, 2), (-1, 1), (0, -1), (5001, 0), (0, 5001), (2**62, 2**62), (1, 2**63 - 1)])
-def test_a_piece_outside_the_region_is_refused_before_anything_is_read(loops: Loops | None, piece: tuple[int, int]) -> None:
+def test_a_piece_outside_the_region_is_refused_before_anything_is_read(
+    loops: Loops | OneWay | None, piece: tuple[int, int]
+) -> None:
     with pytest.raises(RangeError, match=rf"offset {piece[0]} with {piece[1]} bytes .* 5000 bytes"):
         sum_of(loops, [(0, 5000), piece])
 

@@ -17,14 +17,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from kvbaton.agent import engine_port
 from kvbaton.agent.channel import Channel, ChannelClosed
-from kvbaton.agent.driver import Driver
-from kvbaton.agent.engine_port import Allocation, EngineEvent, HandoffPort, Offer, SourceRequest
+from kvbaton.agent.engine_port import AgentStats, Allocation, EngineEvent, HandoffPort, Offer, SourceRequest
 from kvbaton.bench.bare.pages import SMALL, BarePool, TaggedPages, spans_of
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings
 from kvbaton.core.addresses import ControlAddress
@@ -35,6 +34,7 @@ from kvbaton.launch.ports import PortPicker
 __all__ = [
     "MODEL",
     "Ask",
+    "BareAgents",
     "BareBooks",
     "BareInstance",
     "BareSettings",
@@ -145,6 +145,23 @@ class Gauges(msgspec.Struct, frozen=True, tag="gauges"):
 
 
 Report = Here | Offered | Ended | Gauges
+
+
+class BareAgents(HandoffPort, Protocol):
+    """The agents of a bare instance: a `Driver`, or what is measured beside it."""
+
+    @property
+    def address(self) -> ControlAddress:
+        """Where peers reach them."""
+
+    def start(self) -> None:
+        """Start them."""
+
+    def close(self) -> None:
+        """Stop them. Idempotent."""
+
+    def stats(self) -> AgentStats:
+        """What was counted so far."""
 
 
 @dataclass(slots=True)
@@ -304,7 +321,7 @@ class BareInstance:
         self.targets: dict[str, TargetTask] = {}
         self._reported_offers: dict[str, int] = {}
 
-    def open_driver(self, settings: BareSettings, pages: TaggedPages, news: Callable[[], None]) -> Driver:
+    def open_driver(self, settings: BareSettings, pages: TaggedPages, news: Callable[[], None]) -> BareAgents:
         """The agents, not started."""
         agents = AgentSettings(PortPicker().pick(), transport=settings.transport, handoff=settings.handoff)
         return open_driver(agents, self.incarnation, MODEL, pages.layout(), pages.region, news)

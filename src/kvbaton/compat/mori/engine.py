@@ -134,7 +134,7 @@ class IOEngine:
         if not isinstance(mem_loc, MemoryLocationType):
             raise TypeError(f"register_memory: mem_loc is {mem_loc!r}; it must be a MemoryLocationType")
         try:
-            handle = self._exchange.register(int(ptr), int(size))
+            handle = self._exchange.register(int(ptr), int(size), max(0, int(device_id)))
         except KVBatonError as error:
             label = f" (labelled GPU {device_id})" if mem_loc is MemoryLocationType.GPU else ""
             raise ValueError(f"register_memory{label}: {error}") from error

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import numpy as np
 from sglang.srt.disaggregation.base.conn import (
     BaseKVBootstrapServer,
     BaseKVManager,
@@ -24,7 +25,7 @@ from sglang.srt.disaggregation.base.conn import (
 )
 from sglang.srt.runtime_context import get_parallel
 
-from kvbaton.core.topology import RankAt, Shape
+from kvbaton.core.topology import RankAt, Shape, rank_port
 from kvbaton.engines.sglang.halves import Poll, SourceHalf, TargetHalf
 from kvbaton.engines.sglang.hooks import current_queue, current_request, report_refused
 from kvbaton.engines.sglang.instance import RankInstance, SglangPlace, model_identity
@@ -38,17 +39,11 @@ __all__ = ["KVBatonBootstrapServer", "KVBatonManager", "KVBatonReceiver", "KVBat
 
 log = logging.getLogger(__name__)
 
-_ONE_PREFILL = SimpleNamespace(dp_size=1, follow_bootstrap_room=True)
-"""What SGLang's scheduler reads of a prefill instance before it makes a request's pages; the agents check the rest."""
-
-_WITHOUT = {
-    # Of prefill: ranks and halves can, but no pipeline of SGLang has been run with them. Of decode: a later stage may still use
-    # the pages that the first one has freed and grants, because no stage waits for the others when it frees pages.
-    "pp_size": "pipeline parallelism",
-    "dp_size": "data parallelism",
-    "attn_dp_size": "DP attention",
-    "attn_cp_size": "context parallelism",
-    "nnodes": "several nodes",
+_WITHOUT = {"attn_cp_size": "context parallelism", "nnodes": "several nodes"}
+_WITHOUT_IN_DECODE = {
+    # A later stage may still use the pages that the first one has freed and grants: no stage waits for the others when it
+    # frees pages.
+    "pp_size": "a pipeline of decode",
 }
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -89,8 +84,9 @@ class KVBatonManager(BaseKVManager):
         _check_polls()
         queue, parallel = current_queue(), get_parallel()
         role = str(disaggregation_mode.value)
-        _check_shape(server_args, parallel)
-        settings = parse_settings(os.environ.get(CONFIG_VARIABLE, ""))
+        _check_shape(role, server_args, parallel)
+        self.dp_size, self.dp_rank = _data_parallel(role, args, parallel)
+        settings = parse_settings(os.environ.get(CONFIG_VARIABLE, "")).of_dp_rank(self.dp_size, self.dp_rank)
         model_config = queue.scheduler.model_config
         facts = PoolFacts(
             page_tokens=args.page_size,
@@ -98,8 +94,10 @@ class KVBatonManager(BaseKVManager):
             total_heads=model_config.get_total_num_kv_heads(),
             tp_size=parallel.attn_tp_size,
             tp_rank=parallel.attn_tp_rank,
+            window=int(getattr(queue.scheduler, "sliding_window_size", None) or 0),
+            model_layers=int(model_config.num_hidden_layers),
         )
-        pool = read_pool(queue.pool, facts, args.state_types, getattr(args, "num_draft_entries", 0))
+        pool = read_pool(queue.pool, facts, args, queue.draft if getattr(args, "num_draft_entries", 0) else None)
         _check_release_limit(settings)
         shape = Shape(tp=parallel.attn_tp_size, pp=parallel.pp_size)
         rank = shape.number(RankAt(0, parallel.pp_rank, parallel.attn_tp_rank, 0))
@@ -107,7 +105,7 @@ class KVBatonManager(BaseKVManager):
             role=role,
             host=server_args.host,
             http_port=server_args.port,
-            control_port=_control_port(role, server_args, settings, rank),
+            control_port=self._control_port(role, server_args, settings, rank),
             shape=shape,
             rank=rank,
             broadcast=functools.partial(_broadcast, parallel),
@@ -119,6 +117,15 @@ class KVBatonManager(BaseKVManager):
         self.halves = self.instance.halves
         report_refused(self.refuse)
         log.info("kvbaton: %s instance, control port %d, %s", role, place.control_port, settings.mode)
+
+    def _control_port(self, role: str, server_args: Any, settings: SglangSettings, rank: int) -> int:
+        """Where the agents listen: on prefill the port that balancers send along, on further data-parallel ranks those behind
+        it; on decode any, no peer dials it.
+        """
+        if role == "prefill":
+            base = int(server_args.disaggregation_bootstrap_port)
+            return rank_port(base, Shape(dp=self.dp_size), RankAt(dp=self.dp_rank))
+        return settings.control_port or (PortPicker().pick() if rank == 0 else 1)
 
     def refuse(self, request: Any) -> None:
         """SGLang has refused a request before it had a sender or receiver; the other side must not wait for it."""
@@ -137,7 +144,9 @@ class KVBatonManager(BaseKVManager):
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Always: the agents handshake with the source while the request waits for pages, and check more than SGLang does."""
-        self.prefill_info_table[bootstrap_addr] = _ONE_PREFILL
+        # What SGLang's scheduler reads of a prefill instance before it makes a request's pages; the agents check the rest.
+        size = self.instance.settings.prefill_dp_size
+        self.prefill_info_table[bootstrap_addr] = SimpleNamespace(dp_size=size, follow_bootstrap_room=True)
         return True
 
     def is_abort_release_safe(self, room: int, required_acks: int) -> bool:
@@ -206,12 +215,12 @@ class KVBatonSender(_SenderOrReceiver, BaseKVSender):
     def __init__(
         self, mgr: KVBatonManager, bootstrap_addr: str, bootstrap_room: int, req_has_disagg_prefill_dp_rank: bool = False
     ) -> None:
-        del bootstrap_addr, req_has_disagg_prefill_dp_rank
+        del bootstrap_addr
         self.kv_mgr = mgr
         prompt, problem = _prompt(bootstrap_room)
-        self.half = SourceHalf(mgr.halves, bootstrap_room if not problem else None, prompt)
-        if problem:
-            self.half.fail(problem)
+        if not (problem or req_has_disagg_prefill_dp_rank):
+            problem = _other_dp_rank(mgr, bootstrap_room)
+        self.half = SourceHalf(mgr.halves, bootstrap_room, prompt, problem)
 
     @_contained
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
@@ -221,8 +230,8 @@ class KVBatonSender(_SenderOrReceiver, BaseKVSender):
     @_contained
     def send(self, kv_indices: Any, state_indices: list[Any] | None = None, num_kv_tokens: int | None = None) -> None:
         """A chunk is computed."""
-        del state_indices, num_kv_tokens
-        self.half.send([int(page) for page in kv_indices])
+        del num_kv_tokens
+        self.half.send([int(page) for page in kv_indices], _plain_numbers(state_indices))
 
     def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
         """The last chunk also without pages: the metadata goes with it."""
@@ -247,9 +256,7 @@ class KVBatonReceiver(_SenderOrReceiver, BaseKVReceiver):
     def __init__(self, mgr: KVBatonManager, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
         self.kv_mgr = mgr
         prompt, problem = _prompt(bootstrap_room)
-        self.half = TargetHalf(mgr.halves, bootstrap_room if not problem else None, bootstrap_addr, prompt)
-        if problem:
-            self.half.fail(problem)
+        self.half = TargetHalf(mgr.halves, bootstrap_room, bootstrap_addr, prompt, problem)
 
     @property
     def abort_notified(self) -> bool:
@@ -263,11 +270,7 @@ class KVBatonReceiver(_SenderOrReceiver, BaseKVReceiver):
     @_contained
     def init(self, prefill_dp_rank: int) -> None:
         """The source is known."""
-        if prefill_dp_rank:
-            self.half.fail(
-                f"disagg_prefill_dp_rank is {prefill_dp_rank}; prefill instances have one DP rank so far, leave it out"
-            )
-        self.half.ready()
+        self.half.ready(prefill_dp_rank or 0)
 
     @_contained
     def send_metadata(
@@ -279,8 +282,9 @@ class KVBatonReceiver(_SenderOrReceiver, BaseKVReceiver):
         **others: Any,
     ) -> None:
         """There are pages: grant them."""
-        del state_indices, others
-        self.half.allocated([int(page) for page in kv_indices], aux_index, decode_prefix_len or 0)
+        del others
+        pages, state = [int(page) for page in kv_indices], _plain_numbers(state_indices)
+        self.half.allocated(pages, aux_index, decode_prefix_len or 0, state)
 
 
 class KVBatonBootstrapServer(BaseKVBootstrapServer):
@@ -296,6 +300,42 @@ def _prompt(room: object) -> tuple[Sequence[int], str]:
         return current_request(room).origin_input_ids, ""
     except ConfigError as error:
         return (), str(error)
+
+
+def _data_parallel(role: str, arguments: Any, parallel: Any) -> tuple[int, int]:
+    """How many data-parallel ranks there are, of DP attention or of whole copies, and which one this is. Raises ConfigError."""
+    copies, attention = (getattr(parallel, name, None) or 1 for name in ("dp_size", "attn_dp_size"))
+    size, rank = (attention, parallel.attn_dp_rank if attention > 1 else 0)
+    if copies > 1 and attention > 1:
+        raise ConfigError(
+            f"dp_size is {copies} and attn_dp_size is {attention}; copies of an instance with DP attention cannot be handed"
+            " over so far; start one server for each"
+        )
+    if copies > 1:
+        size, rank = copies, int(getattr(arguments, "system_dp_rank", 0) or 0)
+    method = getattr(parallel, "load_balance_method", "follow_bootstrap_room")
+    if role == "prefill" and size > 1 and method != "follow_bootstrap_room":
+        raise ConfigError(
+            f"load_balance_method is {method!r} with {size} data-parallel ranks: decode would not know which of them has a"
+            " request; give --load-balance-method follow_bootstrap_room"
+        )
+    return size, rank
+
+
+def _other_dp_rank(manager: KVBatonManager, room: object) -> str:
+    """Why decode would ask another data-parallel rank for a room than this one; empty where it asks this one."""
+    size, rank = manager.dp_size, manager.dp_rank
+    if size == 1 or not isinstance(room, int) or room % size == rank:
+        return ""
+    return (
+        f"room {room} is at data-parallel rank {rank}, and decode expects it at {room % size} of {size}; "
+        "send disagg_prefill_dp_rank with the request to both instances"
+    )
+
+
+def _plain_numbers(state_indices: Sequence[Any] | None) -> list[list[int]]:
+    """SGLang's indices of each state component, which are arrays, or lists of them; None where a component has none."""
+    return [[] if each is None else [int(index) for index in np.ravel(each)] for each in state_indices or ()]
 
 
 def _broadcast(parallel: Any, value: Any) -> Any:
@@ -316,11 +356,13 @@ def _check_polls() -> None:
             )
 
 
-def _check_shape(server_args: Any, parallel: Any) -> None:
-    for name, what in _WITHOUT.items():
+def _check_shape(role: str, server_args: Any, parallel: Any) -> None:
+    for name, what in (_WITHOUT | (_WITHOUT_IN_DECODE if role == "decode" else {})).items():
         size = getattr(parallel, name, None) or getattr(server_args, name, None) or 1
         if size > 1:
-            raise ConfigError(f"{name} is {size}: {what} cannot be handed over so far; tensor parallelism can")
+            raise ConfigError(
+                f"{name} is {size}: {what} cannot be handed over so far; tensor parallelism and a pipeline of prefill can"
+            )
 
 
 def _check_release_limit(settings: SglangSettings) -> None:
@@ -334,13 +376,6 @@ def _check_release_limit(settings: SglangSettings) -> None:
             f"SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT is {limit:g} s, and fencing a silent writer takes up to "
             f"{needed:g} s (four times stop_timeout); raise it, or lower stop_timeout in {CONFIG_VARIABLE}"
         )
-
-
-def _control_port(role: str, server_args: Any, settings: SglangSettings, rank: int) -> int:
-    """Where the agents listen: on prefill the port that balancers send along; on decode any, no peer dials it."""
-    if role == "prefill":
-        return int(server_args.disaggregation_bootstrap_port)
-    return settings.control_port or (PortPicker().pick() if rank == 0 else 1)
 
 
 def _log_with_sglang() -> None:

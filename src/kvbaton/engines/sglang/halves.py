@@ -46,9 +46,10 @@ from kvbaton.agent.engine_port import (
 )
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.bounded import BoundedMap
-from kvbaton.core.handoff import Aux, HandoffKey, Mode, Outcome, Span, TransferId, room_transfer_id
+from kvbaton.core.handoff import Aux, BlockLists, HandoffKey, Mode, Outcome, Span, TransferId, room_transfer_id
 from kvbaton.core.timeline import Observer, Side, Stage, no_observer, note
 from kvbaton.engines.handoff_params import SourceCheck
+from kvbaton.engines.sglang.tables import PLAIN, BlockTables, StateIndices
 from kvbaton.errors import BadRequest, KVBatonError, ProtocolError
 
 __all__ = ["Halves", "Poll", "SourceHalf", "TargetHalf", "prompt_digest"]
@@ -82,18 +83,14 @@ class HalfSettings:
     page_tokens: int
     layers: tuple[int, int]
     """The first layer of this rank, and the one after its last."""
-    pages: int = 1 << 31
-    """How many pages the cache has."""
+    tables: BlockTables = PLAIN
+    """Which blocks the groups of the layout get of SGLang's pages and state indices."""
     announces: bool = True
     """Whether a source announces each chunk when it is computed, and not the whole cache at its end."""
     follows: bool = False
     """Whether the events come from the leader: they may be ahead of what SGLang has asked of this rank."""
-
-    def check_pages(self, pages: Sequence[int]) -> None:
-        """Raise ProtocolError for a page that the cache does not have: neither plans nor messages can hold such a number."""
-        wrong = next((page for page in pages if not 0 <= page < self.pages), None)
-        if wrong is not None:
-            raise ProtocolError(f"page {wrong} is outside the cache, which has {self.pages} pages")
+    prefill_dp_size: int = 1
+    """How many data-parallel ranks prefill instances have; rank n listens n ports above the bootstrap port."""
 
 
 class Halves:
@@ -105,7 +102,7 @@ class Halves:
         settings: HalfSettings,
         read_row: Callable[[int], Aux],
         write_row: Callable[[int, Aux, int], None],
-        poison: Callable[[Sequence[int]], None] | None = None,
+        poison: Callable[[BlockLists], None] | None = None,
         observe: Observer = no_observer,
         sources: SourceCheck | None = None,
     ) -> None:
@@ -139,9 +136,9 @@ class Halves:
         if half is not None:
             half.take(event)
 
-    def source_at(self, address: str, room: int) -> ControlAddress:
+    def source_at(self, address: str, room: int, dp_rank: int = 0) -> ControlAddress:
         """The source that a request names. Raises BadRequest when it names none, or one that must not be dialled."""
-        source = _read_address(address)
+        source = _read_address(address, dp_rank)
         refusal = None if self._sources is None else self._sources.room_refusal(source, room)
         if refusal is not None:
             raise BadRequest("bootstrap_host", refusal)
@@ -152,7 +149,8 @@ class Halves:
         key = self._unused_key(room)
         if key is not None:
             with contextlib.suppress(BadRequest):
-                source = self.source_at(address, _checked_room(room))
+                checked = _checked_room(room)
+                source = self.source_at(address, checked, checked % self.settings.prefill_dp_size)
                 self.port.decline(SourceRequest(key, "", source, None, Mode.PUSH), reason)
 
     def refuse_target(self, room: object) -> None:
@@ -178,7 +176,8 @@ class _Half:
 
     side: Side
 
-    def __init__(self, halves: Halves, room: object) -> None:
+    def __init__(self, halves: Halves, room: object, problem: str = "") -> None:
+        """With a `problem` it has failed for that reason from the start, and the agents are asked for nothing."""
         self.halves = halves
         self.state = Poll.BOOTSTRAPPING
         self.reason = ""
@@ -189,6 +188,8 @@ class _Half:
         try:
             self.room = _checked_room(room)
             self.key = HandoffKey(room_transfer_id(self.room))
+            if problem:
+                raise BadRequest("bootstrap_room", problem)
             if self.key in halves.live:
                 raise BadRequest(
                     "bootstrap_room",
@@ -237,8 +238,8 @@ class SourceHalf(_Half):
 
     side = Side.SOURCE
 
-    def __init__(self, halves: Halves, room: object, prompt: Sequence[int]) -> None:
-        super().__init__(halves, room)
+    def __init__(self, halves: Halves, room: object, prompt: Sequence[int], problem: str = "") -> None:
+        super().__init__(halves, room, problem)
         self._tokens = len(prompt)
         self._pages: list[int] = []
         self._spans = 0
@@ -270,8 +271,11 @@ class SourceHalf(_Half):
         self._advance(Poll.WAITING)
         self.halves.note(self.key, self.side, Stage.STARTED)
 
-    def send(self, pages: Sequence[int]) -> None:
-        """A chunk is computed into these pages; the last one is that which completes the announced number."""
+    def send(self, pages: Sequence[int], state: StateIndices = ()) -> None:
+        """A chunk is computed into these pages; the last one is that which completes the announced number.
+
+        With the last one SGLang has the indices of `state` too.
+        """
         if self.state is Poll.TRANSFERRING and pages and not self.is_over:
             self.fail(f"SGLang sends {len(pages)} pages after the last of {self._expected_pages} that it had announced")
             return
@@ -282,24 +286,28 @@ class SourceHalf(_Half):
             expected = self._expected_pages
             self.fail(f"SGLang sends {len(pages)} pages after {len(self._pages)}, of {expected} that it had announced")
             return
-        settings = self.halves.settings
-        try:
-            settings.check_pages(pages)
-        except ProtocolError as error:
-            self.fail(f"SGLang sends pages that are not there: {error}")
-            return
+        settings, tables = self.halves.settings, self.halves.settings.tables
         self._pages += pages
-        end = min(len(self._pages) * settings.page_tokens, self._tokens)
+        is_last = len(self._pages) == self._expected_pages
+        try:
+            tables.check_pages(pages)
+            if is_last:
+                tables.check_state(state, self._pages, self._tokens)
+        except ProtocolError as error:
+            self.fail(f"what SGLang sends does not fit its cache: {error}")
+            return
+        blocks = tables.lists(self._pages, state if is_last else None, self._tokens)
+        end = min(len(self._pages) * settings.page_tokens, self._tokens if is_last else tables.announceable(self._tokens))
         if end > self._announced_tokens:
             span = Span(self._spans, self._announced_tokens, end, *settings.layers)
             self.halves.note(self.key, self.side, Stage.COMPUTED, span)
             if settings.announces:
                 self._spans += 1
-                self.halves.port.spans_ready(self.key, (tuple(self._pages),), (span,))
+                self.halves.port.spans_ready(self.key, blocks, (span,))
             self._announced_tokens = end
-        if len(self._pages) == self._expected_pages:
+        if is_last:
             aux = self.halves.read_row(self._row)
-            self.halves.port.offer(Offer(self.key, (tuple(self._pages),), self._tokens, aux))
+            self.halves.port.offer(Offer(self.key, blocks, self._tokens, aux))
             self.offered_at = time.monotonic()
             self._advance(Poll.SUCCESS if self._is_delivered else Poll.TRANSFERRING)
 
@@ -336,38 +344,55 @@ class TargetHalf(_Half):
 
     side = Side.TARGET
 
-    def __init__(self, halves: Halves, room: object, address: str, prompt: Sequence[int]) -> None:
-        super().__init__(halves, room)
+    def __init__(self, halves: Halves, room: object, address: str, prompt: Sequence[int], problem: str = "") -> None:
+        super().__init__(halves, room, problem)
         self._tokens = len(prompt)
         self._row = -1
         self._has_pages = False
         self._is_aborted = False
         self.stats: HandoffStats | None = None
         self._request: SourceRequest | None = None
+        self._address, self._prompt = address, prompt
         if self.state is Poll.FAILED:
             return
+        if halves.settings.prefill_dp_size == 1:
+            self._expect(0)
+        else:
+            # Which rank has the prefill is known when SGLang has resolved it. Until then the agents know nothing.
+            self.is_over = True
+
+    def _expect(self, dp_rank: int) -> None:
         try:
-            source = halves.source_at(address, _checked_room(room))
+            source = self.halves.source_at(self._address, self.room, dp_rank)
         except BadRequest as error:
             self.is_over = True
             self.fail(str(error))
             return
         # Push for both modes: SGLang's instances get their requests at the same time, so a grant may come first and has to wait
         # for its prefill; a grant in pull is about a prefill that is complete. What differs is when the source announces.
-        self._request = SourceRequest(self.key, prompt_digest(prompt), source, None, Mode.PUSH)
-        self._begin(lambda: halves.port.expect_source(self._request))  # type: ignore[arg-type]
+        request = self._request = SourceRequest(self.key, prompt_digest(self._prompt), source, None, Mode.PUSH)
+        self.is_over = False
+        self._begin(lambda: self.halves.port.expect_source(request))
 
     @property
     def may_be_written(self) -> bool:
         """Whether a copy may still write to the pages."""
         return self._has_pages and not self.is_over
 
-    def ready(self) -> None:
-        """SGLang has resolved the source; pages come next."""
+    def ready(self, dp_rank: int = 0) -> None:
+        """SGLang has resolved the source, one of its data-parallel ranks; pages come next."""
+        ranks = self.halves.settings.prefill_dp_size
+        if not 0 <= dp_rank < ranks:
+            self.fail(f"disagg_prefill_dp_rank is {dp_rank}; by prefill_dp_size prefill instances have {ranks}, counted from 0")
+        elif ranks > 1 and self.state is Poll.BOOTSTRAPPING and self._request is None:
+            if self.key in self.halves.live:
+                self.fail(f"room {self.room} is in use by another request here; choose a random one for each request")
+                return
+            self._expect(dp_rank)
         self._advance(Poll.WAITING)
 
-    def allocated(self, pages: Sequence[int], row: int | None, cached_tokens: int) -> None:
-        """There are pages for all tokens behind the first `cached_tokens`, which are here already."""
+    def allocated(self, pages: Sequence[int], row: int | None, cached_tokens: int, state: StateIndices = ()) -> None:
+        """There are pages for all tokens behind the first `cached_tokens`, which are here already, and room for `state`."""
         if self.state is Poll.FAILED or self.is_over or self._request is None:
             return
         if self._has_pages:
@@ -383,23 +408,25 @@ class TargetHalf(_Half):
                 f"cached; pages of {page_tokens} tokens make that {expected}"
             )
             return
+        tables = self.halves.settings.tables
         try:
-            self.halves.settings.check_pages(pages)
+            tables.check_pages(pages)
+            tables.check_state(state, pages, self._tokens, cached_tokens)
         except ProtocolError as error:
-            self.fail(f"SGLang has pages that are not there: {error}")
+            self.fail(f"what SGLang has allocated does not fit its cache: {error}")
             return
         self._row, self._has_pages = row, True
         self.halves.note(self.key, self.side, Stage.ALLOCATED)
         if self.halves.poison is not None:
-            self.halves.poison(pages)
+            self.halves.poison(tables.lists(pages, state, self._tokens))
         # The cached pages are never written, so any number stands for them.
-        blocks = ((0,) * cached_pages + tuple(pages),)
+        blocks = tables.lists((0,) * cached_pages + tuple(pages), state, self._tokens)
         self.halves.port.allocated(Allocation(self._request, blocks, self._tokens, cached_tokens))
         self._advance(Poll.TRANSFERRING)
 
     def abort(self) -> None:
         """SGLang aborts the request: it fails at once without pages, and with them when nothing can write to them."""
-        if self.is_over:
+        if self.is_over and self._request is not None:
             return
         self._is_aborted = True
         if self._has_pages:
@@ -442,10 +469,10 @@ def _checked_room(room: object) -> int:
     return room
 
 
-def _read_address(address: str) -> ControlAddress:
+def _read_address(address: str, dp_rank: int) -> ControlAddress:
     host, _, port = address.rpartition(":")
-    if not host or host == "None" or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not host or host == "None" or not port.isdecimal() or not 0 < int(port) < 65536 - dp_rank:
         raise BadRequest(
             "bootstrap_host", f"bootstrap_host and bootstrap_port make {address!r}; give those of the prefill instance"
         )
-    return ControlAddress.of(host.removeprefix("[").removesuffix("]"), int(port))
+    return ControlAddress.of(host.removeprefix("[").removesuffix("]"), int(port) + dp_rank)

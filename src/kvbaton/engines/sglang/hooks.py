@@ -35,11 +35,14 @@ _DECODE = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """What SGLang made the queue of a scheduler with: its cache, its metadata buffers, and the scheduler."""
+    """What SGLang made the queue of a scheduler with: its cache, its metadata buffers, the scheduler, and the cache of a draft
+    model.
+    """
 
     pool: Any
     metadata: Any
     scheduler: Any
+    draft: Any = None
 
 
 _queue: Queue | None = None
@@ -130,7 +133,8 @@ def _keep_decode_queue(_: Any, **arguments: Any) -> None:
 
 def _keep_queue(pool: Any, arguments: dict[str, Any]) -> None:
     global _queue
-    _queue = Queue(pool, arguments["metadata_buffers"], arguments["scheduler"])
+    draft = arguments["draft_token_to_kv_pool"]
+    _queue = Queue(pool, arguments["metadata_buffers"], arguments["scheduler"], draft)
 
 
 def _add(original: Any, queue: Any, req: Any, *args: Any, **kwargs: Any) -> Any:

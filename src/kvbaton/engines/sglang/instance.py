@@ -101,9 +101,10 @@ class RankInstance:
         half_settings = HalfSettings(
             pool.page_tokens,
             (pool.first_layer, pool.end_layer),
-            pool.pages,
+            pool.tables,
             announces=settings.mode is Mode.PUSH and place.shape.pp == 1,
             follows=not place.is_leader,
+            prefill_dp_size=settings.prefill_dp_size,
         )
         poison = pool.poison if settings.poison else None
         # Every rank checks by the leader's address, which routers know: all of them refuse, or none.

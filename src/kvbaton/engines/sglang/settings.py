@@ -14,6 +14,7 @@ import msgspec
 from kvbaton.config import HandoffSettings, Limits, parse_limits
 from kvbaton.core.addresses import in_url, is_host
 from kvbaton.core.handoff import Mode
+from kvbaton.core.topology import RankAt, Shape, rank_port
 from kvbaton.discovery.advertise import is_wildcard
 from kvbaton.engines.hosted_settings import HostedSettings
 from kvbaton.engines.instance import AgentSettings
@@ -41,6 +42,7 @@ class SglangSettings(HostedSettings, frozen=True, kw_only=True, forbid_unknown_f
 
     control_port:     where a decode instance listens, 0: any free port; a prefill instance takes SGLang's bootstrap port
     drop_writes:      move no bytes; the control of `kvbaton verify`
+    prefill_dp_size:  how many data-parallel ranks the prefill instances have that a decode instance is paired with
     fingerprint:      stands for the model, where instances of different engines serve the same one; empty: computed
 
     The limits are those of `kvbaton.config.Limits`.
@@ -52,7 +54,21 @@ class SglangSettings(HostedSettings, frozen=True, kw_only=True, forbid_unknown_f
     control_port: int = 0
     limits: dict[str, float] = msgspec.field(default_factory=dict)
     drop_writes: bool = False
+    prefill_dp_size: int = 1
     fingerprint: str = ""
+
+    def of_dp_rank(self, size: int, rank: int) -> SglangSettings:
+        """The settings of one of `size` data-parallel ranks: with ports of its own. Raises ConfigError."""
+        if size == 1:
+            return self
+        if self.routers:
+            raise ConfigError(
+                f"{self.where}: routers is {list(self.routers)}, and this instance has {size} data-parallel ranks, among which"
+                " no router can choose so far; leave routers out, and put SGLang's own balancer in front"
+            )
+        shape, at = Shape(dp=size), RankAt(dp=rank)
+        control, handoffs = (base and rank_port(base, shape, at) for base in (self.control_port, self.handoffs_port))
+        return msgspec.structs.replace(self, control_port=control, handoffs_port=handoffs)
 
     def handoffs_address(self, host: str) -> str:
         """Where this instance reports its hand-offs; empty where it does not."""
@@ -73,6 +89,8 @@ class SglangSettings(HostedSettings, frozen=True, kw_only=True, forbid_unknown_f
         for name, port in (("handoffs_port", self.handoffs_port), ("control_port", self.control_port)):
             if not 0 <= port < 65536:
                 raise ConfigError(f"{self.where}: {name} is {port}; it must be between 1 and 65535, or 0")
+        if self.prefill_dp_size < 1:
+            raise ConfigError(f"{self.where}: prefill_dp_size is {self.prefill_dp_size}; it must be at least 1")
         host = self.advertise_host
         if host and (is_wildcard(host) or not is_host(host)):
             text = f"advertise_host is {host!r}; give an IP address, without brackets, or a host name that others reach"

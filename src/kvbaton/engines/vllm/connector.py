@@ -160,12 +160,18 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
             self._instance.half.layer_computed(layer)
 
     def finish_forward(self) -> None:
-        """The forward is over, or queued: let the layers stream that had no hook, as in a full CUDA graph."""
-        if self._instance is not None:
+        """The forward is over, or queued: let the layers stream that had no hook, as in a full CUDA graph.
+
+        Those of a draft model are computed after that: vLLM drafts when it has sampled, and calls `wait_for_save` then.
+        """
+        if self._instance is not None and not self._instance.has_drafts:
             self._instance.half.forward_done()
 
     def wait_for_save(self) -> None:
-        """The same, for releases that do not call `finish_forward`. Blocks stay until the sending is reported."""
+        """The same when drafts are computed too, and for releases that do not call `finish_forward`.
+
+        Blocks stay until the sending is reported.
+        """
         if self._instance is not None:
             self._instance.half.forward_done()
 

@@ -3,13 +3,16 @@
 Theory of operation. On CPUs a hook is called when its work is done. On a GPU every hook runs on vLLM's thread while the work is
 only queued on a stream, and step n+1 is built before step n has run. Two things follow; neither may make vLLM's thread wait.
 
-1. A layer may be announced when its kernels have *finished*. `GatedPort` therefore records an event where vLLM announces, and
-   passes the announcement on when the event has come. Every later call about a source (an offer, a retraction, an end) waits
-   behind it: it would otherwise overtake what it is about.
+1. A layer counts as computed when its kernels have *finished*. `QueueGate` therefore records an event where a hook reports a
+   layer, and the report is made when the event has come. That is so on every rank: the first one counts the reports, and
+   announces a layer when it has that of each rank. Nothing else has to wait. A retraction or an end first makes the counting
+   forget its hand-off, so that a report that comes later announces nothing. An offer is made when vLLM has sampled a token, so
+   all of its layers have been computed on every rank, and the counting announces those whose reports are on their way.
 2. Blocks that vLLM gives to a target may still be written by a step that is queued: with async scheduling a request that has
    ended is computed once more, and that step writes a token into blocks that are free by then. So a copy into a target's blocks
    starts only after everything that was queued when they were allocated. `EngineOrderedTransport` posts every batch with such a
-   condition. Poison is queued on the same stream, and waited for in the same way.
+   condition. Poison is queued on the same stream, and waited for in the same way. Another rank may not even have queued that
+   step yet: so the agents learn of the blocks when every rank has reached the step that allocates them (`reached_steps.py`).
 
 The other direction needs nothing: a copy has landed when its stream has run to its end, vLLM learns that on the host, and
 queues the first step that reads it later.
@@ -24,15 +27,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from kvbaton.agent.engine_port import Allocation, EngineEvent, HandoffPort, Offer, SourceEnded, SourceRequest, SpansReady
 from kvbaton.core.card import Endpoint
-from kvbaton.core.handoff import BlockLists, HandoffKey, Outcome, Span
-from kvbaton.core.timeline import Side
 from kvbaton.errors import ConfigError, KVBatonError
 from kvbaton.transport.base import AfterEvent, Batch, Completion, Direction, PeerRank, Region, Ticket, Transport
 from kvbaton.transport.cuda.region import DeviceRegion
@@ -43,8 +42,10 @@ __all__ = [
     "DeviceEvent",
     "EngineDevice",
     "EngineOrderedTransport",
-    "GatedPort",
+    "Gate",
     "HostDevice",
+    "OpenGate",
+    "QueueGate",
     "QueueingDevice",
     "device_of",
     "shareable_memory",
@@ -79,6 +80,33 @@ class BlockRows(NamedTuple):
         return (self.blocks - 1) * self.step_bytes + self.block_bytes
 
 
+class Gate(Protocol):
+    """The order between the device of a rank and its hand-offs. Belongs to vLLM's thread."""
+
+    def when_computed(self, call: Callable[[], None], failed: Callable[[], None]) -> None:
+        """Make `call` when everything is done that vLLM has asked of the device so far, or `failed` when that cannot be."""
+
+    def allocating(self) -> None:
+        """Blocks go to a target: what is copied from now on comes after everything that is queued now."""
+
+    def close(self) -> None:
+        """End what waits. Idempotent."""
+
+
+class OpenGate:
+    """For main memory: what a hook reports is done."""
+
+    def when_computed(self, call: Callable[[], None], failed: Callable[[], None]) -> None:
+        del failed
+        call()
+
+    def allocating(self) -> None:
+        """Nothing is queued."""
+
+    def close(self) -> None:
+        """Nothing waits."""
+
+
 class EngineDevice(Protocol):
     """What the connector needs to know of the device that holds the caches."""
 
@@ -93,14 +121,11 @@ class EngineDevice(Protocol):
     def region(self, ranges: Sequence[tuple[int, int]]) -> Region:
         """The memory of these (address, bytes), which hold all caches."""
 
-    def check_ranks(self, ranks: int) -> None:
-        """Raise ConfigError where an instance of so many ranks cannot be handed over."""
-
     def fill_blocks(self, rows: BlockRows, chosen: Sequence[int], byte: int) -> None:
         """Fill these blocks; copies that are posted later come after that."""
 
-    def port(self, port: HandoffPort, news: Callable[[], None]) -> HandoffPort:
-        """What vLLM's thread calls in the place of `port`; `news` is called when its `events` has something."""
+    def gate(self) -> Gate:
+        """What keeps the order of its work and of hand-offs; to be closed."""
 
     def ordered(self, transport: Transport) -> Transport:
         """What the agents post to in the place of `transport`."""
@@ -121,18 +146,14 @@ class HostDevice:
         memory = (ctypes.c_uint8 * count).from_address(start)
         return Region.of(np.frombuffer(memoryview(memory), np.uint8))
 
-    def check_ranks(self, ranks: int) -> None:
-        """Any number."""
-
     def fill_blocks(self, rows: BlockRows, chosen: Sequence[int], byte: int) -> None:
         memory = (ctypes.c_uint8 * rows.extent).from_address(rows.address)
         array = np.frombuffer(memoryview(memory), np.uint8)
         blocks = np.lib.stride_tricks.as_strided(array, (rows.blocks, rows.block_bytes), (rows.step_bytes, 1))
         blocks[np.asarray(chosen, np.int64)] = byte
 
-    def port(self, port: HandoffPort, news: Callable[[], None]) -> HandoffPort:
-        del news
-        return port
+    def gate(self) -> Gate:
+        return OpenGate()
 
     def ordered(self, transport: Transport) -> Transport:
         return transport
@@ -145,13 +166,6 @@ class QueueingDevice:
         self.last_allocation: DeviceEvent | None = None
         """What was queued when blocks were last given to a target."""
 
-    def check_ranks(self, ranks: int) -> None:
-        """One: other ranks would have to wait for their own devices before they report a layer."""
-        if ranks != 1:
-            raise ConfigError(
-                f"the instance has {ranks} ranks on GPUs; 1 can be handed over so far, caches in main memory aside"
-            )
-
     def mark(self) -> DeviceEvent:
         """An event behind everything that is queued now."""
         raise NotImplementedError
@@ -160,9 +174,9 @@ class QueueingDevice:
         """Blocks go to a target: what is posted from now on comes after everything that is queued now."""
         self.last_allocation = self.mark()
 
-    def port(self, port: HandoffPort, news: Callable[[], None]) -> GatedPort:
-        """One that announces what has been computed, and not what was queued."""
-        return GatedPort(port, self, news)
+    def gate(self) -> QueueGate:
+        """One that opens for what has been computed, and not for what was queued."""
+        return QueueGate(self)
 
     def ordered(self, transport: Transport) -> EngineOrderedTransport:
         """One whose copies come after the steps that may still write to their blocks."""
@@ -235,19 +249,15 @@ def shareable_memory(torch: Any) -> Iterator[None]:
             settings("expandable_segments:True")
 
 
-class GatedPort(HandoffPort):
-    """Passes announcements on when the device has computed them; see the module's text. One thread waits for the device.
+class QueueGate:
+    """Makes calls when the device has done what was queued before them, in their order; see the module's text.
 
-    Calls about targets are passed on at once. A call that fails on that thread ends its source here, as failed: no later event
-    of the agents would.
+    One thread waits for the device. A call that fails there, or a device that has, is logged, and `failed` is called.
     """
 
-    def __init__(self, port: HandoffPort, device: QueueingDevice, news: Callable[[], None]) -> None:
-        self._port = port
+    def __init__(self, device: QueueingDevice) -> None:
         self._device = device
-        self._news = news
-        self._waiting: deque[tuple[DeviceEvent | None, tuple[HandoffKey, ...], Callable[[], None]]] = deque()
-        self._ended: deque[EngineEvent] = deque()
+        self._waiting: deque[tuple[DeviceEvent, Callable[[], None], Callable[[], None]]] = deque()
         self._changed = threading.Condition()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="kvbaton-device", daemon=True)
@@ -258,43 +268,14 @@ class GatedPort(HandoffPort):
         """Calls that wait for the device, or behind one that does."""
         return len(self._waiting)
 
-    def spans_ready(self, key: HandoffKey, blocks: BlockLists, spans: tuple[Span, ...]) -> None:
-        self.spans_ready_all((SpansReady(key, blocks, spans),))
+    def when_computed(self, call: Callable[[], None], failed: Callable[[], None]) -> None:
+        event = self._device.mark()
+        with self._changed:
+            self._waiting.append((event, call, failed))
+            self._changed.notify()
 
-    def spans_ready_all(self, ready: Sequence[SpansReady]) -> None:
-        keys = tuple(each.key for each in ready)
-        self._put(self._device.mark(), keys, partial(self._port.spans_ready_all, tuple(ready)))
-
-    def expect_target(self, key: HandoffKey, prompt: str) -> None:
-        self._behind(key, partial(self._port.expect_target, key, prompt))
-
-    def retract(self, key: HandoffKey) -> None:
-        self._behind(key, partial(self._port.retract, key))
-
-    def offer(self, offer: Offer) -> None:
-        """In pull nothing was announced before: the prefill that it completes has been sampled, so it has been computed."""
-        self._behind(offer.key, partial(self._port.offer, offer))
-
-    def cancel(self, key: HandoffKey, side: Side | None = None) -> None:
-        if side is Side.TARGET:
-            self._port.cancel(key, side)
-        else:
-            self._behind(key, partial(self._port.cancel, key, side))
-
-    def expect_source(self, request: SourceRequest) -> None:
-        self._port.expect_source(request)
-
-    def allocated(self, allocation: Allocation) -> None:
-        # Before the agents learn of the blocks: their first batch must find the event.
+    def allocating(self) -> None:
         self._device.allocating()
-        self._port.allocated(allocation)
-
-    def decline(self, request: SourceRequest, reason: str) -> None:
-        self._port.decline(request, reason)
-
-    def events(self) -> list[EngineEvent]:
-        ended = [self._ended.popleft() for _ in range(len(self._ended))]
-        return ended + self._port.events()
 
     def close(self) -> None:
         """End the thread; what waits is dropped. Idempotent."""
@@ -303,36 +284,20 @@ class GatedPort(HandoffPort):
             self._changed.notify()
         self._thread.join(_STOP_S)
 
-    def _behind(self, key: HandoffKey, call: Callable[[], None]) -> None:
-        """At once, unless something waits for the device: then behind it."""
-        with self._changed:
-            if self._waiting:
-                self._waiting.append((None, (key,), call))
-                return
-        call()
-
-    def _put(self, event: DeviceEvent, keys: tuple[HandoffKey, ...], call: Callable[[], None]) -> None:
-        with self._changed:
-            self._waiting.append((event, keys, call))
-            self._changed.notify()
-
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._is_closed)
                 if self._is_closed:
                     return
-                event, keys, call = self._waiting[0]
+                event, call, failed = self._waiting[0]
             try:
-                if event is not None:
-                    event.synchronize()
+                event.synchronize()
                 call()
-            except (KVBatonError, RuntimeError) as error:  # torch raises RuntimeError when the device has failed
-                log.exception("computed layers could not be announced: hand-offs %s", ", ".join(map(str, keys)))
-                self._ended.extend(SourceEnded(key, Outcome.FAILED, f"not announced: {error}") for key in keys)
-                self._news()
+            except (KVBatonError, RuntimeError):  # torch raises RuntimeError when the device has failed
+                log.exception("computed layers could not be announced")
+                failed()
             with self._changed:
-                # Only now: while it is here, later calls queue up behind it.
                 self._waiting.popleft()
 
 

@@ -15,7 +15,6 @@ import msgspec
 
 from kvbaton.agent.channel import Channel, channel_pair
 from kvbaton.agent.driver import Driver
-from kvbaton.agent.engine_port import HandoffPort
 from kvbaton.agent.rank import RankControls
 from kvbaton.agent.rank_sets import LocalRanks, RankLoop, RankSet, RemoteRanks
 from kvbaton.agent.sockets import ControlSockets
@@ -27,16 +26,19 @@ from kvbaton.engines.base import Role
 from kvbaton.engines.instance import LateAnnouncer, ModelIdentity, announcer_of, answers, instance_card, new_incarnation
 from kvbaton.engines.vllm.computed_spans import ComputedSpans, LayerGroups
 from kvbaton.engines.vllm.controls import share_filter
-from kvbaton.engines.vllm.device import GatedPort
+from kvbaton.engines.vllm.device import Gate
 from kvbaton.engines.vllm.rank_links import (
     FirstRankLinks,
+    LayersDone,
     OneRank,
     RankExchange,
     RankLinks,
     StepCleared,
     StepEnded,
+    StepReached,
     check_one_host,
 )
+from kvbaton.engines.vllm.reached_steps import ReachedSteps
 from kvbaton.engines.vllm.requests import HandoffInfo
 from kvbaton.engines.vllm.settings import DRAFTS, ConnectorSettings, DpPlace
 from kvbaton.engines.vllm.tensors import InstanceCaches, RankCaches, RegisteredCache, instance_caches
@@ -82,14 +84,14 @@ class WorkerInstance:
         self._shape, self._rank = exchange.shape, exchange.rank
         described = exchange.gather(_Described(new_incarnation(), this_process().host, cache.caches))
         check_one_host([each.host for each in described])
-        cache.device.check_ranks(self._shape.ranks)
         self._incarnation = described[0].incarnation
-        has_drafts = settings.draft == DRAFTS[0]
-        self.caches: InstanceCaches = instance_caches(exchange.shape, [each.caches for each in described], has_drafts)
+        hands_drafts = settings.draft == DRAFTS[0]
+        self.caches: InstanceCaches = instance_caches(exchange.shape, [each.caches for each in described], hands_drafts)
+        self.has_drafts = hands_drafts and any(layer.is_draft for layer in cache.caches.layers)
         self.info = HandoffInfo(settings.control_address, self._incarnation, self._shape.tp, dp.rank)
         self.driver: Driver | None = None
         self._loop: RankLoop | None = None
-        self._port: HandoffPort | None = None
+        self._gate: Gate | None = None
         self._links: FirstRankLinks | RankLinks | None = None
         self._notes: HandoffsServer | None = None
         self._announcer: LateAnnouncer | None = None
@@ -116,7 +118,8 @@ class WorkerInstance:
     def _open_other_rank(self, transport: Transport) -> None:
         self._links = links = RankLinks(self._incarnation, self._rank)
         self._loop = self._rank_loop(transport, links.agent)
-        self.half = FollowerHalf(links, LayerGroups(self.caches.layouts[self._rank]))
+        self._gate = gate = self._cache.device.gate()
+        self.half = FollowerHalf(links, LayerGroups(self.caches.layouts[self._rank]), gate)
 
     def _open_first_rank(self, transport: Transport, cards: list[RankCard], model: ModelIdentity, role: Role) -> None:
         settings = self._settings
@@ -134,10 +137,11 @@ class WorkerInstance:
             self.driver = driver = Driver(card, ranks, limits, sockets, news.set, settings.handoff, observe)
             opened.pop_all()
         holders = {layer: self._shape.tp for layout in self.caches.layouts for layer in layout.layers}
-        self._port = port = self._cache.device.port(driver, news.set)
-        spans = ComputedSpans(port, holders, self.caches.lists)
+        self._gate = self._cache.device.gate()
+        spans = ComputedSpans(driver, holders, self.caches.lists)
+        reached = ReachedSteps(range(1, self._shape.ranks))
         self.half = WorkerHalf(
-            port,
+            driver,
             spans,
             LayerGroups(self.caches.layouts[0]),
             news,
@@ -147,9 +151,11 @@ class WorkerInstance:
             self.caches.lists,
             self._cleared,
             driver.engine_is_busy,
+            self._gate,
+            reached,
         )
         if isinstance(self._links, FirstRankLinks):
-            self._links.start(lambda done: spans.computed(done.step, done.layers))
+            self._links.start(partial(_take, spans, reached))
         self._announcer = self._make_announcer(model, role)
 
     def _ranks(self, transport: Transport) -> RankSet:
@@ -261,8 +267,8 @@ class WorkerInstance:
     def _close_agents(self) -> None:
         if self._notes is not None:
             self._notes.close()
-        if isinstance(self._port, GatedPort):
-            self._port.close()
+        if self._gate is not None:
+            self._gate.close()
         if self.driver is not None:
             self.driver.close()
         if self._loop is not None:
@@ -277,6 +283,14 @@ class WorkerInstance:
     def _lost(self, reason: str) -> None:
         """vLLM ends an instance that has lost a worker; until then its hand-offs make no progress, and its peers see that."""
         log.error("%s; nothing can be handed over until this instance is restarted", reason)
+
+
+def _take(spans: ComputedSpans, reached: ReachedSteps, message: LayersDone | StepReached) -> None:
+    """What another rank has sent."""
+    if isinstance(message, StepReached):
+        reached.reached(message.rank, message.step)
+    else:
+        spans.computed(message.step, message.layers)
 
 
 def _timelines(settings: ConnectorSettings, incarnation: Incarnation, role: Role) -> Timelines | None:

@@ -2,7 +2,8 @@
 
 One channel carries the orders of the coordinator, which runs in the worker of rank 0, to a rank's agent, and its reports. The
 other one carries what has to be the same on all ranks in a step. The first rank sends when blocks that a forward may overwrite
-are drained, and which requests have finished; the others send which layers they have computed. The first rank never waits for
+are drained, and which requests have finished; the others send which layers they have computed, and that they have reached a
+step that gives blocks to a target. The first rank never waits for
 another one: in a pipeline a later stage begins a step only when the first one has computed it.
 
 The sockets are in Linux's abstract namespace, and taken only from processes of the same user on the same host.
@@ -27,7 +28,16 @@ from kvbaton.core.handoff import Incarnation
 from kvbaton.core.topology import Shape
 from kvbaton.errors import ConfigError
 
-__all__ = ["FirstRankLinks", "LayersDone", "OneRank", "RankExchange", "RankLinks", "StepCleared", "StepEnded"]
+__all__ = [
+    "FirstRankLinks",
+    "LayersDone",
+    "OneRank",
+    "RankExchange",
+    "RankLinks",
+    "StepCleared",
+    "StepEnded",
+    "StepReached",
+]
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +79,13 @@ class LayersDone(msgspec.Struct, frozen=True, tag=True, array_like=True):
     layers: tuple[int, ...]
 
 
+class StepReached(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A rank to the first one: it begins this step, which gives blocks to a target."""
+
+    rank: int
+    step: int
+
+
 class StepCleared(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The first rank to the others: what was retracted before this step is drained, its blocks may be overwritten."""
 
@@ -84,8 +101,8 @@ class StepEnded(msgspec.Struct, frozen=True, tag=True, array_like=True):
     failed: frozenset[str]
 
 
-_decode: Callable[[bytes | bytearray], LayersDone | StepCleared | StepEnded] = msgspec.msgpack.Decoder(
-    LayersDone | StepCleared | StepEnded
+_decode: Callable[[bytes | bytearray], LayersDone | StepReached | StepCleared | StepEnded] = msgspec.msgpack.Decoder(
+    LayersDone | StepReached | StepCleared | StepEnded
 ).decode
 
 
@@ -133,7 +150,7 @@ class FirstRankLinks:
         channel = Channel(connected, f"pp rank {at.pp}, tp rank {at.tp}")
         (self.agents if kind == _AGENT else self._steps)[rank] = channel
 
-    def start(self, take: Callable[[LayersDone], None]) -> None:
+    def start(self, take: Callable[[LayersDone | StepReached], None]) -> None:
         """Read what the other ranks send; `take` is called from a thread of its own."""
         self._thread = threading.Thread(target=self._read, args=(take,), name="kvbaton-steps", daemon=True)
         self._thread.start()
@@ -147,7 +164,7 @@ class FirstRankLinks:
             except (ChannelClosed, ChannelStuck) as error:
                 log.error("a step's end was not delivered: %s", error)
 
-    def _read(self, take: Callable[[LayersDone], None]) -> None:
+    def _read(self, take: Callable[[LayersDone | StepReached], None]) -> None:
         poll = select.poll()
         channels = {channel.fileno(): channel for channel in self._steps.values()}
         for number in channels:
@@ -163,7 +180,7 @@ class FirstRankLinks:
                     del channels[number]
                     continue
                 message = None if frame is None else _decode(frame)
-                if isinstance(message, LayersDone):
+                if isinstance(message, LayersDone | StepReached):
                     take(message)
 
     def close(self) -> None:
@@ -177,16 +194,19 @@ class FirstRankLinks:
 
 
 class RankLinks:
-    """The ends of another rank. `agent` is for its rank agent, the rest belongs to the worker's thread."""
+    """The ends of another rank. `agent` is for its rank agent, `receive` belongs to the worker's thread."""
 
     def __init__(self, incarnation: Incarnation, rank: int) -> None:
+        self.rank = rank
         self.agent, self._steps = (Channel(_connect(incarnation, rank, kind), _FIRST) for kind in (_AGENT, _STEPS))
+        self._sending = threading.Lock()
         self._is_lost = False
 
-    def send(self, message: LayersDone) -> None:
-        """Send to the first rank."""
+    def send(self, message: LayersDone | StepReached) -> None:
+        """Send to the first rank. Safe to call from any thread: computed layers are reported by the one that waits for them."""
         try:
-            self._steps.send(msgspec.msgpack.encode(message), _SEND_S)
+            with self._sending:
+                self._steps.send(msgspec.msgpack.encode(message), _SEND_S)
         except (ChannelClosed, ChannelStuck) as error:
             self._lose(error)
 

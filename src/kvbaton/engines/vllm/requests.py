@@ -186,12 +186,18 @@ def _parts(request_id: str) -> tuple[str, int, int]:
 def shorten_prompt(request: Any, tokens: int) -> None:
     """Have vLLM compute the first `tokens` tokens of a prompt, and sample one token behind them, which no client sees.
 
-    The state of a request is that after its last computed token. The target computes the last token of the prompt itself.
+    The target computes the last token of the prompt itself. The state of a request is that after its last computed token. Of a
+    sliding window, vLLM keeps the blocks that the token after the last computed one looks back to, and gives the others away
+    before it asks what becomes of them: had it computed the whole prompt, one block could be missing.
     """
     del request.prompt_token_ids[tokens:]
     del request._all_token_ids[tokens:]  # noqa: SLF001
     request.num_prompt_tokens = tokens
     request.max_tokens = 1
+    # The last hash may be that of a block with the token that is gone: another one would be cached under it.
+    if hashes := getattr(request, "block_hashes", None):
+        hashes.pop()
+        request.update_block_hashes()
 
 
 def prompt_digest(request: EngineRequest) -> str:

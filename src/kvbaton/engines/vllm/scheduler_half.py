@@ -174,7 +174,7 @@ class SchedulerHalf:
             self._sources[request.request_id] = _ScheduledSource(request, requested.key, requested.source, tokens)
             self._unstepped[request.request_id] = requested.key
             self._orders.append(SourceBegins(request.request_id, requested.key, prompt_digest(request)))
-            if self._counts.states and tokens and not request.skip_reading_prefix_cache:
+            if self._counts.backoff and tokens and not request.skip_reading_prefix_cache:
                 shorten_prompt(request, tokens)
             return
         if requested.wanted is not None and is_refused(request):
@@ -260,9 +260,11 @@ class SchedulerHalf:
             source.waits_since = now
         if now - max(source.waits_since, self._progress_at) < self._room.wait_s:
             return ""
+        target = source.params.target()
+        named_target = "its target" if target is None else f"its target {target}"
         return (
-            f"there is no room to start {source.key} before its target has blocks, and for {self._room.wait_s:g} s no target"
-            " had blocks for any prefill"
+            f"there is no room to start {source.key} before {named_target} has blocks, and for {self._room.wait_s:g} s no"
+            " target had blocks for any prefill"
         )
 
     def _withdraw(self, source: _ScheduledSource, problem: str) -> None:
@@ -315,10 +317,14 @@ class SchedulerHalf:
     def _finish_source(
         self, request: EngineRequest, source: _ScheduledSource, blocks: BlockLists
     ) -> tuple[bool, dict[str, Any] | None]:
-        is_complete = request.num_computed_tokens >= request.num_prompt_tokens and source.tokens
+        is_complete = request.num_computed_tokens >= request.num_prompt_tokens
         if request.status.name not in _COMPLETE or not is_complete or self._info is None:
             self._orders.append(SourceCancels(request.request_id, source.key))
             return True, None
+        if not source.tokens:
+            # A prompt of one token, where one less is handed over: the target knows that too, and computes it.
+            self._orders.append(SourceCancels(request.request_id, source.key))
+            return True, answer_params(source.params, self._info)
         first = next(iter(request.output_token_ids), 0)
         offer = Offer(source.key, blocks, source.tokens, Aux(min(first, _MAX_TOKEN_ID), 0.0))
         self._orders.append(SourceOffers(request.request_id, offer))

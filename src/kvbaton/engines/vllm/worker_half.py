@@ -18,11 +18,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from kvbaton.agent.engine_port import (
+    Allocation,
     Drained,
     EngineEvent,
     Granted,
@@ -37,6 +39,7 @@ from kvbaton.core.timeline import Observer, Side, Stage, no_observer, note
 from kvbaton.engines.handoff_params import shown_seconds
 from kvbaton.engines.vllm.computed_spans import ComputedSpans, LayerGroups
 from kvbaton.engines.vllm.counts import Counts
+from kvbaton.engines.vllm.device import Gate, OpenGate
 from kvbaton.engines.vllm.orders import (
     ComputedChunk,
     FailLoad,
@@ -53,7 +56,8 @@ from kvbaton.engines.vllm.orders import (
     TargetCancels,
     TargetDeclines,
 )
-from kvbaton.engines.vllm.rank_links import LayersDone, RankLinks, StepCleared, StepEnded
+from kvbaton.engines.vllm.rank_links import LayersDone, RankLinks, StepCleared, StepEnded, StepReached
+from kvbaton.engines.vllm.reached_steps import ReachedSteps
 from kvbaton.errors import KVBatonError
 
 __all__ = ["Finished", "FollowerHalf", "WorkerHalf"]
@@ -104,6 +108,7 @@ class WorkerHalf:
     `groups` has the layers of this rank; `lists` turns vLLM's block lists into those of the layout, as `spans` does too.
     `observe` gets what vLLM does; the agents have an observer of their own. `cleared` is called with the number of a step when
     what was retracted before it is drained. `busy` is called when a step begins and ends: vLLM takes requests in between only.
+    `gate` opens for layers when the device has computed them, `reached` for blocks when every rank has reached their step.
     """
 
     def __init__(
@@ -118,8 +123,12 @@ class WorkerHalf:
         lists: Callable[[BlockLists], BlockLists] = lambda given: given,
         cleared: Callable[[int], None] = lambda _: None,
         busy: Callable[[bool], None] = lambda _: None,
+        gate: Gate | None = None,
+        reached: ReachedSteps | None = None,
     ) -> None:
         self._port = port
+        self._gate = gate or OpenGate()
+        self._reached = reached or ReachedSteps()
         self._spans = spans
         self._groups = groups
         self._lists = lists
@@ -178,16 +187,28 @@ class WorkerHalf:
     def layer_computed(self, layer: int) -> None:
         """This step's keys and values of one layer are in the cache: announce them, now and then, while others compute."""
         if layers := self._groups.computed(layer):
-            self._spans.computed(self._step, layers)
+            self._report(layers)
 
     def forward_done(self) -> None:
         """The forward is over: announce the rest, and layers that had no hook."""
         if layers := self._groups.rest():
-            self._spans.computed(self._step, layers)
+            self._report(layers)
         for chunk in self._chunks:
             span = Span(0, chunk.first_token, chunk.end_token, 0, len(self._groups.layers))
             self._note(chunk.key, Side.SOURCE, Stage.COMPUTED, span)
         self._chunks = ()
+
+    def _report(self, layers: Sequence[int]) -> None:
+        keys = [chunk.key for chunk in self._chunks]
+        self._gate.when_computed(partial(self._spans.computed, self._step, layers), partial(self._give_up, keys))
+
+    def _give_up(self, keys: list[HandoffKey]) -> None:
+        """What was computed cannot be announced: the sources end, and so do their targets."""
+        for key in keys:
+            try:
+                self._port.cancel(key, Side.SOURCE)
+            except KVBatonError:
+                log.exception("hand-off %s: could not be given up", key)
 
     def _live_chunks(self) -> list[ComputedChunk]:
         sources = [(chunk, self._source(chunk.key, chunk.request_id)) for chunk in self._chunks]
@@ -215,6 +236,7 @@ class WorkerHalf:
                 self._offer(order)
             case SourceCancels():
                 if self._keep(order.request_id, order.key):
+                    self._spans.forget(order.key)
                     self._port.cancel(order.key, Side.SOURCE)
             case SourceWithdraws():
                 if self._source(order.key, order.request_id) is not None:
@@ -315,15 +337,21 @@ class WorkerHalf:
         self.counts.queued(Side.TARGET, self._note(key, Side.TARGET, Stage.ALLOCATED) - target.begun_at)
         if target.end is None:
             allocation = replace(order.allocation, blocks=self._lists(order.allocation.blocks))
-            if self._poison is not None:
-                self._poison(allocation.blocks, allocation.cached_tokens)
-            self._port.allocated(allocation)
+            # Before the agents learn of the blocks: their first copy must find it.
+            self._gate.allocating()
+            self._reached.when_reached(self._step, key, partial(self._grant, allocation))
         self._settle_target(key, target)
+
+    def _grant(self, allocation: Allocation) -> None:
+        if self._poison is not None:
+            self._poison(allocation.blocks, allocation.cached_tokens)
+        self._port.allocated(allocation)
 
     def _cancel_target(self, order: TargetCancels) -> None:
         target = self._target(order.key, order.request_id)
         if target is not None:
             target.is_over = True
+            self._reached.drop(order.key)
             self._settle_target(order.key, target)
             self._port.cancel(order.key, Side.TARGET)
 
@@ -347,6 +375,7 @@ class WorkerHalf:
                 self._end_source(event.key)
             case Landed() | TargetEnded():
                 self._count_target(event)
+                self._reached.drop(event.key)
                 if (target := self._targets.get(event.key)) is not None:
                     target.end = event
                     if not (target.is_allocated or target.is_over):
@@ -431,8 +460,9 @@ def _record(stats: HandoffStats) -> dict[str, Any]:
 class FollowerHalf:
     """The part of a rank other than the first: reports what it has computed, and to vLLM what the first rank reports."""
 
-    def __init__(self, links: RankLinks, groups: LayerGroups) -> None:
+    def __init__(self, links: RankLinks, groups: LayerGroups, gate: Gate) -> None:
         self._links = links
+        self._gate = gate
         self._groups = groups
         self._step = 0
         self._cleared = -1
@@ -443,18 +473,25 @@ class FollowerHalf:
         """Returns when nothing that the forward may overwrite is announced any more."""
         self._step = orders.number
         self._groups.begin(orders.chunks)
+        if any(isinstance(order, TargetAllocates) for order in orders.orders):
+            self._gate.allocating()
+            self._links.send(StepReached(self._links.rank, self._step))
         if any(isinstance(order, SourceRetracts) for order in orders.orders):
             self._wait(lambda: self._cleared >= self._step, "is drained")
 
     def layer_computed(self, layer: int) -> None:
         """This step's keys and values of one layer are in the cache of this rank."""
         if layers := self._groups.computed(layer):
-            self._links.send(LayersDone(self._step, tuple(layers)))
+            self._report(layers)
 
     def forward_done(self) -> None:
         """The forward is over: report the rest, and layers that had no hook."""
         if layers := self._groups.rest():
-            self._links.send(LayersDone(self._step, tuple(layers)))
+            self._report(layers)
+
+    def _report(self, layers: Sequence[int]) -> None:
+        """A rank whose device has failed reports nothing: vLLM ends with it."""
+        self._gate.when_computed(partial(self._links.send, LayersDone(self._step, tuple(layers))), lambda: None)
 
     def end_step(self) -> Finished:
         """What the first rank reports to vLLM in this step."""

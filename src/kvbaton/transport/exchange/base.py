@@ -5,8 +5,8 @@ are registered and withdrawn while it runs; its peers read them, write them, and
 
 - **The owner of the target memory executes every copy.** A read is executed by the side that asks for it, into its own memory.
   A write is a request to the owner of the target, which fetches the bytes (`local`: out of the memory of the process that asks;
-  `tcp`: off the connection) and stores them itself. No process ever holds a right to store into another one, so there is
-  nothing to revoke.
+  `tcp`: off the connection; memory of a GPU: by a kernel that reads the initiator's) and stores them itself. No process ever
+  holds a right to store into another one, so there is nothing to revoke.
 - **Every run is checked against memories that are live now**: of the target by its owner, before each slice; of the source
   before the first byte and after the last one. A memory is named by a slot and a random stamp, so a slot that was given to
   another memory, or a process that took over a port, is never mistaken for the one that is meant.
@@ -43,11 +43,17 @@ INLINE_S = 0.2
 
 
 class MemoryHandle(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """Names one registered memory of one exchange, for good: no later memory has the same stamp."""
+    """Names one registered memory of one exchange, for good: no later memory has the same stamp.
+
+    gpu_parts: for memory of a GPU, how other processes of its host open it; empty for main memory
+    gpu_owner: the process whose memory it is: host, pid and start time, with spaces between them
+    """
 
     slot: int
     stamp: int
     memory_bytes: int
+    gpu_owner: str = ""
+    gpu_parts: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,8 +101,11 @@ class PeerLink(Protocol):
 class ExchangeContract(Protocol):
     """Registers memories, serves peers, and reaches them; see the module's text for the promises."""
 
-    def register(self, address: int, memory_bytes: int) -> MemoryHandle:
-        """Let peers reach this memory; the caller keeps it mapped until it is withdrawn. Raises ConfigError."""
+    def register(self, address: int, memory_bytes: int, device: int = 0) -> MemoryHandle:
+        """Let peers reach this memory; the caller keeps it mapped until it is withdrawn. Raises ConfigError.
+
+        Main memory is what the processor can read. Other memory is taken for that of the GPU with the number `device`.
+        """
 
     def withdraw(self, handle: MemoryHandle) -> None:
         """End all use of a memory, and return when nothing touches it; unknown ones are ignored. Raises TransportError when a

@@ -26,7 +26,8 @@ from kvbaton.errors import KVBatonError, PeerLost, PeerRefused, ProtocolError, Q
 from kvbaton.transport.base import Direction, Region
 from kvbaton.transport.exchange.base import INLINE_BYTES, INLINE_S, MemoryHandle, TransferRequest
 from kvbaton.transport.exchange.flow import Flow, MemoryFill, MemorySend, Skip, Step
-from kvbaton.transport.exchange.owner import ExchangeState, copy_few, copy_slices
+from kvbaton.transport.exchange.gpu import GpuReader, GpuSources
+from kvbaton.transport.exchange.owner import ONE_KIND, ExchangeState, copy_few, copy_slices
 from kvbaton.transport.exchange.reach import ReadableProcess
 from kvbaton.transport.exchange.wire import (
     ANSWER_BYTES,
@@ -137,21 +138,29 @@ class Transit:
 class _CallPart:
     """One call of a transfer on the wire."""
 
-    __slots__ = ("number", "runs", "slot", "stamp", "total_bytes", "transit")
+    __slots__ = ("is_gpu", "number", "runs", "slot", "stamp", "total_bytes", "transit")
 
-    def __init__(self, transit: Transit, number: int, runs: Runs | None, name: tuple[int, int], total_bytes: int) -> None:
-        """`runs` are those of a read, whose bytes follow the answer into the memory that `name` names."""
+    def __init__(
+        self, transit: Transit, number: int, runs: Runs | None, name: tuple[int, int], total_bytes: int, is_gpu: bool = False
+    ) -> None:
+        """`runs` are those of a read, whose bytes follow the answer into the memory that `name` names.
+
+        `is_gpu`: memory of a GPU was written from, which must be registered here when the answer has come.
+        """
         self.transit, self.number, self.runs, self.total_bytes = transit, number, runs, total_bytes
         self.slot, self.stamp = name
+        self.is_gpu = is_gpu
 
 
 class ReadJob:
-    """A read over `local`, which this side executes, slice by slice."""
+    """A read that this side executes, slice by slice: over `local`, or out of memory of a GPU."""
 
-    def __init__(self, channel: ExchangeChannel, request: TransferRequest, transit: Transit, process: ReadableProcess) -> None:
+    def __init__(
+        self, channel: ExchangeChannel, request: TransferRequest, transit: Transit, source: ReadableProcess | GpuReader
+    ) -> None:
         own, remote = (request.own.slot, request.own.stamp), (request.remote.slot, request.remote.stamp)
-        self._channel, self._transit, self._tag = channel, transit, request.tag
-        self._slices = copy_slices(channel.state, process, remote, own, request.runs)
+        self._channel, self._transit, self._request = channel, transit, request
+        self._slices = copy_slices(channel.state, source, remote, own, request.runs)
         self._moved_bytes = 0
 
     def step(self) -> bool:
@@ -161,7 +170,10 @@ class ReadJob:
             self._moved_bytes += next(self._slices)
             return True
         except StopIteration:
-            self._channel.send_notice(self._tag)
+            if self._request.remote.gpu_parts:
+                self._channel.confirm_read(self._request, self._transit, self._moved_bytes)
+                return False
+            self._channel.send_notice(self._request.tag)
         except (KVBatonError, OSError, ValueError) as problem:
             error = f"{type(problem).__name__}: {problem}"
         self._transit.finish_part(self._moved_bytes, error)
@@ -190,6 +202,7 @@ class ExchangeChannel:
         self.peer_process: ReadableProcess | None = None
         self.owner_reads = False
         self.why_not_read = ""
+        self._gpu_sources = GpuSources()
         self._counter, self._arm, self._queue = counter, arm, queue
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         self._outbox: deque[bytes | MemorySend] = deque()
@@ -235,12 +248,20 @@ class ExchangeChannel:
         if runs.dtype != np.uint64 or runs.ndim != 2 or runs.shape[1] != 3:
             raise RangeError(f"runs must be a uint64 array of shape (n, 3), not {runs.dtype} of shape {runs.shape}")
         self._check_ranges(request)
+        is_gpu = bool(request.own.gpu_parts)
+        if is_gpu is not bool(request.remote.gpu_parts):
+            kinds = ("memory of a GPU", "main memory") if is_gpu else ("main memory", "memory of a GPU")
+            raise TransportError(f"the memory of this side is {kinds[0]}, that of the peer {kinds[1]}: {ONE_KIND}")
         if self._broken:
             raise TransportError(f"the connection to the peer is broken ({self._broken}); connect again")
         total = int(runs[:, 2].sum())
         if not total:
             transit = Transit(self, 0, self._counter)
             self.send_notice(request.tag)
+        elif request.direction is Direction.READ and is_gpu:
+            gpu = self.state.gpu_of((request.own.slot, request.own.stamp))
+            transit = self._read_here(request, GpuReader(gpu, self._gpu_sources, request.remote), total)
+            self._settle_small(transit, total)
         elif request.direction is Direction.READ and self.peer_process is not None:
             transit = self._read_here(request, self.peer_process, total)
         else:
@@ -255,6 +276,8 @@ class ExchangeChannel:
         reads = direction is Direction.READ
         process = self.peer_process
         if self._broken or not 0 < size <= INLINE_BYTES or (process is None if reads else not self.owner_reads):
+            return None
+        if own.gpu_parts or remote.gpu_parts:
             return None
         _, own_bytes = self.state.table.find(own.slot, own.stamp)
         source_bytes, target_bytes = (remote.memory_bytes, own_bytes) if reads else (own_bytes, remote.memory_bytes)
@@ -283,22 +306,32 @@ class ExchangeChannel:
     def probe(self, remote: MemoryHandle, timeout_s: float) -> None:
         """Ask whether a memory of the peer is registered. RangeError: it is not; TransportError: no answer."""
         transit = Transit(self, 1, self._counter)
-        with self._sending:
-            if self._broken:
-                transit.finish_part(0, self._broken)
-            else:
-                self._number += 1
-                self._parts.append(_CallPart(transit, self._number, None, (0, 0), 0))
-                call = MemoryCall(CallKind.PROBE, self._number, None, 0, 0, remote.slot, remote.stamp, 0, 0)
-                self._outbox.append(pack_call(call, _NO_RUNS))
-                self.progress_at = time.monotonic()
-        self._flush()
+        self._send_probe(remote, transit, 0, None)
         if not transit.wait(timeout_s):
             raise TransportError(f"the peer did not answer within {timeout_s:g} s")
         if transit.error.startswith("RangeError"):
             raise RangeError(transit.error.removeprefix("RangeError: "))
         if transit.error:
             raise TransportError(transit.error)
+
+    def confirm_read(self, request: TransferRequest, transit: Transit, moved_bytes: int) -> None:
+        """End a read out of memory of a GPU: the answer of its owner decides, and a notice is left if that is good."""
+        self._send_probe(request.remote, transit, moved_bytes, request.tag)
+        self._arm(self, bool(self._outbox))
+
+    def _send_probe(self, remote: MemoryHandle, transit: Transit, moved_bytes: int, tag: int | None) -> None:
+        with self._sending:
+            # Looked at with the lock held: once `fail` has emptied the calls in flight, nothing would end one that is added.
+            problem = self._broken
+            if not problem:
+                self._number += 1
+                self._parts.append(_CallPart(transit, self._number, None, (remote.slot, remote.stamp), moved_bytes))
+                call = MemoryCall(CallKind.PROBE, self._number, tag, 0, 0, remote.slot, remote.stamp, 0, 0)
+                self._outbox.append(pack_call(call, _NO_RUNS))
+                self.progress_at = time.monotonic()
+        if problem:
+            transit.finish_part(0, problem)
+        self._flush()
 
     def send_notice(self, tag: int | None) -> None:
         """Have the peer keep a notice; one that it does not get is not sent again."""
@@ -366,6 +399,7 @@ class ExchangeChannel:
             self._flow.close()
             while self._parts:
                 self._parts.popleft().transit.finish_part(0, reason)
+        self._gpu_sources.close()
         if self.peer_process is not None:
             self.peer_process.close()
 
@@ -409,12 +443,12 @@ class ExchangeChannel:
         for column, memory_bytes in ((own, own_bytes), (remote, request.remote.memory_bytes)):
             check_offsets(request.runs[:, column], request.runs[:, 2], memory_bytes, names[column])
 
-    def _read_here(self, request: TransferRequest, process: ReadableProcess, total: int) -> Transit:
+    def _read_here(self, request: TransferRequest, source: ReadableProcess | GpuReader, total: int) -> Transit:
         transit = Transit(self, 1, self._counter)
-        if self.state.is_small(len(request.runs), total):
-            self._read_few(request.own, request.remote, request.runs.tolist(), request.tag, transit, process)
+        if isinstance(source, ReadableProcess) and self.state.is_small(len(request.runs), total):
+            self._read_few(request.own, request.remote, request.runs.tolist(), request.tag, transit, source)
             return transit
-        job = ReadJob(self, request, transit, process)
+        job = ReadJob(self, request, transit, source)
         if total > INLINE_BYTES:
             self._queue(job)
         else:
@@ -441,10 +475,11 @@ class ExchangeChannel:
 
     def _send_calls(self, request: TransferRequest, total: int) -> Transit:
         kind = CallKind.FETCH
-        if request.direction is Direction.WRITE:
-            kind = CallKind.PULL if self.owner_reads else CallKind.PUSH
-        pieces = _cut(request.runs, total)
         own, remote = request.own, request.remote
+        handle = msgspec.msgpack.encode(own) if own.gpu_parts else b""
+        if request.direction is Direction.WRITE:
+            kind = CallKind.PULL if self.owner_reads or handle else CallKind.PUSH
+        pieces = _cut(request.runs, total)
         sends = []
         if kind is CallKind.PUSH:
             sends = [MemorySend(self.state.table, own.slot, own.stamp, runs[:, 0], runs[:, 2]) for runs in pieces]
@@ -459,8 +494,9 @@ class ExchangeChannel:
                 names = own.slot, own.stamp, remote.slot, remote.stamp
                 call = MemoryCall(kind, self._number, tag, *names, len(runs), part_bytes)
                 filled = runs if kind is CallKind.FETCH else None
-                self._parts.append(_CallPart(transit, self._number, filled, (own.slot, own.stamp), part_bytes))
-                self._outbox.append(pack_call(call, runs))
+                name = own.slot, own.stamp
+                self._parts.append(_CallPart(transit, self._number, filled, name, part_bytes, is_gpu=bool(handle)))
+                self._outbox.append(pack_call(call, runs, handle))
                 self._outbox.extend(sends[at : at + 1])
             self.progress_at = time.monotonic()
         self._settle_small(transit, total)
@@ -532,9 +568,11 @@ class ExchangeChannel:
         held and something to receive. A small write is mostly overhead, and half of this side's is the flow.
         """
         parts = self._parts
-        if self._broken or not parts or parts[0].runs is not None or not self._flow.is_between_messages:
+        if self._broken or not parts or not self._flow.is_between_messages:
             return False
         part = parts[0]
+        if part.runs is not None or part.is_gpu:
+            return False
         try:
             data = self.sock.recv(ANSWER_BYTES)
         except OSError:
@@ -562,8 +600,9 @@ class ExchangeChannel:
             if answer.outcome is not CallOutcome.OK:
                 text = (yield answer.payload_bytes).decode(errors="replace") if answer.payload_bytes else "refused"
                 error = f"RangeError: {text}" if answer.outcome is CallOutcome.RANGE else text
+                self._gpu_sources.forget(part.stamp)
             elif part.runs is None:
-                moved = part.total_bytes
+                moved, error = part.total_bytes, self._why_stale(part) if part.is_gpu else ""
             elif answer.payload_bytes != part.total_bytes:
                 raise ProtocolError(f"{answer.payload_bytes} bytes instead of {part.total_bytes}")
             else:
@@ -571,6 +610,14 @@ class ExchangeChannel:
                 moved = 0 if error else part.total_bytes
             self._parts.popleft()
             part.transit.finish_part(moved, error)
+
+    def _why_stale(self, part: _CallPart) -> str:
+        """Why what the owner of the target has read does not count: the memory here was withdrawn meanwhile."""
+        try:
+            self.state.table.find(part.slot, part.stamp)
+        except RangeError as error:
+            return f"RangeError: {error}"
+        return ""
 
     def _fill(self, part: _CallPart, runs: Runs) -> Generator[Step, bytes, str]:
         fill = None

@@ -18,12 +18,18 @@ import numpy as np
 from kvbaton.errors import ConfigError, RangeError, TransportError
 from kvbaton.transport.exchange.base import MemoryHandle
 
-__all__ = ["BOARD_ROW_BYTES", "MAX_MEMORIES", "MemoryTable", "NoticeTable"]
+__all__ = ["BOARD_ROW_BYTES", "MAX_MEMORIES", "MemoryTable", "NoticeTable", "check_place"]
 
 MAX_MEMORIES = 1 << 16
 BOARD_ROW_BYTES = 24
 _MAX_ADDRESS = 1 << 63
 _STAMP, _ADDRESS, _BYTES = 0, 1, 2
+
+
+def check_place(address: int, memory_bytes: int) -> None:
+    """Raise ConfigError for memory that no process can have."""
+    if not 0 < address < _MAX_ADDRESS or not 0 < memory_bytes <= _MAX_ADDRESS - address:
+        raise ConfigError(f"memory at {address:#x} with {memory_bytes} bytes cannot be registered: it is no memory")
 
 
 class MemoryTable:
@@ -33,6 +39,7 @@ class MemoryTable:
         self._timeout_s = timeout_s
         self._board = np.zeros((most, 3), np.uint64)
         self._live: dict[int, tuple[int, int, int]] = {}
+        self._unlisted: set[int] = set()
         self._free: list[int] = []
         self._next_slot = 0
         self._pins: Counter[int] = Counter()
@@ -48,10 +55,12 @@ class MemoryTable:
     def __len__(self) -> int:
         return len(self._live)
 
-    def register(self, address: int, memory_bytes: int) -> MemoryHandle:
-        """Make a memory live. Raises ConfigError for one that no process can have, or when the table is full."""
-        if not 0 < address < _MAX_ADDRESS or not 0 < memory_bytes <= _MAX_ADDRESS - address:
-            raise ConfigError(f"memory at {address:#x} with {memory_bytes} bytes cannot be registered: it is no memory")
+    def register(self, address: int, memory_bytes: int, *, is_listed: bool = True) -> MemoryHandle:
+        """Make a memory live; one that is not `is_listed` has no row on the board, as no process could read it that way.
+
+        Raises ConfigError for one that no process can have, or when the table is full.
+        """
+        check_place(address, memory_bytes)
         stamp = secrets.randbits(62) | 1
         with self._changed:
             if self._free:
@@ -61,9 +70,12 @@ class MemoryTable:
             else:
                 raise ConfigError(f"{len(self._board)} memories are registered, the limit; withdraw some first")
             self._live[slot] = (stamp, address, memory_bytes)
-            row = self._board[slot]
-            row[_ADDRESS], row[_BYTES] = address, memory_bytes
-            row[_STAMP] = stamp
+            if is_listed:
+                row = self._board[slot]
+                row[_ADDRESS], row[_BYTES] = address, memory_bytes
+                row[_STAMP] = stamp
+            else:
+                self._unlisted.add(slot)
         return MemoryHandle(slot, stamp, memory_bytes)
 
     def withdraw(self, slot: int, stamp: int) -> None:
@@ -73,6 +85,7 @@ class MemoryTable:
             if slot not in self._live or self._live[slot][0] != stamp:
                 return
             del self._live[slot]
+            self._unlisted.discard(slot)
             self._board[slot] = 0
             # Only slices that began before are waited for: `pin` refuses from here on, so the count can only fall.
             if not self._changed.wait_for(lambda: not self._pins[slot], max(0.0, deadline - time.monotonic())):
@@ -114,9 +127,10 @@ class MemoryTable:
         """Assert that board and table agree."""
         with self._changed:
             on_board = {int(slot) for slot in np.flatnonzero(self._board[:, _STAMP])}
-            assert on_board == set(self._live), "board and table differ"  # noqa: S101
-            for slot, row in self._live.items():
-                assert tuple(int(number) for number in self._board[slot]) == row  # noqa: S101
+            assert on_board == set(self._live) - self._unlisted, "board and table differ"  # noqa: S101
+            assert self._unlisted <= set(self._live)  # noqa: S101
+            for slot in on_board:
+                assert tuple(int(number) for number in self._board[slot]) == self._live[slot]  # noqa: S101
             assert len(self._live) + len(self._free) <= self._next_slot  # noqa: S101
 
 

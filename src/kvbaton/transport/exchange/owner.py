@@ -16,8 +16,9 @@ import numpy.typing as npt
 
 from kvbaton.core.plan import Runs
 from kvbaton.errors import KVBatonError, PeerLost, ProtocolError, RangeError
-from kvbaton.transport.exchange.base import INLINE_BYTES
+from kvbaton.transport.exchange.base import INLINE_BYTES, MemoryHandle
 from kvbaton.transport.exchange.flow import TURN, MemoryFill, MemorySend, Skip, Step
+from kvbaton.transport.exchange.gpu import ExchangeGpu, GpuReader, GpuSources
 from kvbaton.transport.exchange.memories import MemoryTable, NoticeTable
 from kvbaton.transport.exchange.reach import CopyHelpers, ReadableProcess
 from kvbaton.transport.exchange.wire import (
@@ -31,6 +32,7 @@ from kvbaton.transport.exchange.wire import (
     pack_answer,
     pack_done,
     unpack_call,
+    unpack_handle,
     unpack_introduction,
     unpack_runs,
 )
@@ -38,10 +40,11 @@ from kvbaton.transport.neighbour import Neighbour, ProcessMemory
 from kvbaton.transport.runs import MAX_SLICE_RUNS, RunCursor, check_offsets
 from kvbaton.transport.tcp.wire import CHALLENGE_BYTES, HANDSHAKE_BYTES, Secret, pack_hello, unpack_handshake
 
-__all__ = ["SLICE_RUNS", "ExchangeState", "OwnerSide", "copy_few", "copy_slices"]
+__all__ = ["ONE_KIND", "SLICE_RUNS", "ExchangeState", "OwnerSide", "copy_few", "copy_slices"]
 
 SLICE_RUNS = 16 * MAX_SLICE_RUNS
 _FEW_RUNS = 64
+ONE_KIND = "both must be main memory, or both memory of GPUs; copy it first"
 _NOT_READABLE = "the initiator's memory cannot be read from here"
 
 
@@ -51,6 +54,7 @@ class ExchangeState:
 
     dropped:      for negative controls: stamps of memories in which nothing is stored
     stored:       how many bytes were stored into memories of this side, and by how many calls
+    gpu:          the GPU that memories of this side lie on, once one does
     """
 
     name: str
@@ -66,6 +70,19 @@ class ExchangeState:
     inline_bytes: int = INLINE_BYTES
     stored: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(2, np.int64))
     served: dict[CallKind, int] = field(default_factory=lambda: dict.fromkeys(CallKind, 0))
+    gpu: ExchangeGpu | None = None
+
+    def gpu_of(self, name: tuple[int, int]) -> ExchangeGpu:
+        """The GPU that a memory of this side lies on. Raises RangeError when it lies on none, or is not live."""
+        if self.gpu is None or not self.gpu.holds(name[1]):
+            self.table.find(*name)
+            raise RangeError(f"the memory in slot {name[0]} is main memory, and the other one memory of a GPU: {ONE_KIND}")
+        return self.gpu
+
+    def check_main(self, name: tuple[int, int]) -> None:
+        """Raise RangeError when a memory of this side lies on a GPU."""
+        if self.gpu is not None and self.gpu.holds(name[1]):
+            raise RangeError(f"the memory in slot {name[0]} is memory of a GPU, and the other one main memory: {ONE_KIND}")
 
     def is_small(self, runs: int, total_bytes: int) -> bool:
         """Whether a transfer is moved at once, without slices."""
@@ -86,7 +103,8 @@ def copy_few(
     target_name: tuple[int, int],
     runs: Sequence[Sequence[int]],
 ) -> int:
-    """Copy a few short runs as `copy_slices` does, at once; returns the bytes. Raises KVBatonError."""
+    """Copy a few short runs of main memory as `copy_slices` does, at once; returns the bytes. Raises KVBatonError."""
+    state.check_main(target_name)
     address, target_bytes = state.table.pin(*target_name)
     try:
         is_dropped = target_name[1] in state.dropped
@@ -98,7 +116,11 @@ def copy_few(
 
 
 def copy_slices(
-    state: ExchangeState, source: ReadableProcess, source_name: tuple[int, int], target_name: tuple[int, int], runs: Runs
+    state: ExchangeState,
+    source: ReadableProcess | GpuReader,
+    source_name: tuple[int, int],
+    target_name: tuple[int, int],
+    runs: Runs,
 ) -> Generator[int, None, None]:
     """Copy runs out of a memory of another process into one of this process, a slice per step; yields the bytes of each.
 
@@ -136,6 +158,7 @@ class OwnerSide:
         self._challenge = secrets.token_bytes(CHALLENGE_BYTES)
         self._introduction = Introduction("")
         self._process: ReadableProcess | None = None
+        self._gpu_sources = GpuSources()
         self._last_number = 0
 
     def steps(self) -> Generator[Step, bytes, None]:
@@ -147,12 +170,14 @@ class OwnerSide:
                 if call.number <= self._last_number:
                     raise ProtocolError(f"request {call.number} after request {self._last_number}: a repetition")
                 self._last_number = call.number
-                if call.kind is CallKind.PULL and call.count == 1 and self._state.is_small(1, call.total_bytes):
+                is_one = call.kind is CallKind.PULL and call.count == 1 and not call.handle_bytes
+                if is_one and self._state.is_small(1, call.total_bytes):
                     yield self._pulled_one(call)
                 else:
                     yield from self._serve(call)
                 self._state.served[call.kind] += 1
         finally:
+            self._gpu_sources.close()
             if self._process is not None:
                 self._process.close()
 
@@ -203,13 +228,14 @@ class OwnerSide:
             yield self._probed(call)
             return
         runs = unpack_runs(call, (yield (call.count - 1) * RUN_BYTES) if call.count > 1 else b"")
+        handle = unpack_handle((yield call.handle_bytes)) if call.handle_bytes else None
         if call.kind is CallKind.FETCH:
             yield from self._fetch(call, runs)
             return
         outcome, reason = CallOutcome.OK, ""
         try:
             if call.kind is CallKind.PULL:
-                yield from self._pull(call, runs)
+                yield from self._pull(call, runs, handle)
             else:
                 yield from self._push(call, runs)
         except RangeError as error:
@@ -244,16 +270,23 @@ class OwnerSide:
             self._state.table.find(call.remote_slot, call.remote_stamp)
         except RangeError as error:
             return pack_answer(CallOutcome.RANGE, call.number, str(error))
+        self._note(call)  # a read of GPU memory: its initiator asks after the last byte
         return pack_answer(CallOutcome.OK, call.number)
 
-    def _pull(self, call: MemoryCall, runs: Runs) -> Generator[Step, bytes, None]:
-        if self._process is None:
-            raise PeerLost(_NOT_READABLE)
+    def _pull(self, call: MemoryCall, runs: Runs, handle: MemoryHandle | None) -> Generator[Step, bytes, None]:
         names = (call.own_slot, call.own_stamp), (call.remote_slot, call.remote_stamp)
-        if self._state.is_small(call.count, call.total_bytes):
+        source: ReadableProcess | GpuReader
+        if handle is not None:
+            source = GpuReader(self._state.gpu_of(names[1]), self._gpu_sources, handle)
+        elif self._process is None:
+            raise PeerLost(_NOT_READABLE)
+        elif self._state.is_small(call.count, call.total_bytes):
             copy_few(self._state, self._process, *names, runs.tolist())
             return
-        for _ in copy_slices(self._state, self._process, *names, runs):
+        else:
+            self._state.check_main(names[1])
+            source = self._process
+        for _ in copy_slices(self._state, source, *names, runs):
             if call.total_bytes > self._state.slice_bytes:
                 yield TURN
 
@@ -286,6 +319,7 @@ class OwnerSide:
         """The name of the memory of this side that a call means, once its ranges are checked. Raises RangeError."""
         name = call.remote_slot, call.remote_stamp
         _, memory_bytes = self._state.table.find(*name)
+        self._state.check_main(name)
         check_offsets(runs[:, column], runs[:, 2], memory_bytes, ("source", "target")[column])
         return name
 

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -29,7 +30,8 @@ from kvbaton.transport.base import TransportSettings
 from kvbaton.transport.exchange.base import MemoryHandle
 from kvbaton.transport.exchange.channel import ExchangeChannel, InFlight, ReadJob
 from kvbaton.transport.exchange.flow import Flow
-from kvbaton.transport.exchange.memories import MemoryTable, NoticeTable
+from kvbaton.transport.exchange.gpu import ExchangeGpu, open_gpu
+from kvbaton.transport.exchange.memories import MemoryTable, NoticeTable, check_place
 from kvbaton.transport.exchange.owner import ExchangeState, OwnerSide
 from kvbaton.transport.exchange.reach import CopyHelpers, ReadableProcess
 from kvbaton.transport.neighbour import Neighbour, ProcessMemory, explain_limits, is_readable
@@ -331,16 +333,21 @@ class MemoryExchange:
             self._finalizer.detach()
             self._finalizer = weakref.finalize(self, _close, self._service, self._state)
 
-    def register(self, address: int, memory_bytes: int) -> MemoryHandle:
+    def register(self, address: int, memory_bytes: int, device: int = 0) -> MemoryHandle:
         """See `ExchangeContract.register`."""
-        handle = self._state.table.register(address, memory_bytes)
-        if not is_readable(address, memory_bytes):
-            self.withdraw(handle)
+        check_place(address, memory_bytes)
+        if is_readable(address, memory_bytes):
+            return self._state.table.register(address, memory_bytes)
+        try:
+            gpu, parts = self._shared(address, memory_bytes, device)
+        except KVBatonError as error:
             raise ConfigError(
-                f"memory at {address:#x} with {memory_bytes} bytes cannot be registered: the processor cannot read it. It is"
-                " memory of a device, which an exchange does not move, or it is not mapped; register main memory"
-            )
-        return handle
+                f"memory at {address:#x} with {memory_bytes} bytes cannot be registered: the processor cannot read it, so it is"
+                f" memory of a device, or it is not mapped. It cannot be used as memory of GPU {device} either: {error}"
+            ) from error
+        handle = self._state.table.register(address, memory_bytes, is_listed=False)
+        gpu.adopt(self._state.table, handle)
+        return msgspec.structs.replace(handle, gpu_owner=gpu.owner, gpu_parts=parts)
 
     def drop_stores(self, handle: MemoryHandle) -> None:
         """For negative controls: transfers into this memory succeed from now on, and nothing is stored."""
@@ -349,7 +356,11 @@ class MemoryExchange:
     def withdraw(self, handle: MemoryHandle) -> None:
         """See `ExchangeContract.withdraw`."""
         self._state.dropped.discard(handle.stamp)
-        self._state.table.withdraw(handle.slot, handle.stamp)
+        try:
+            self._state.table.withdraw(handle.slot, handle.stamp)
+        finally:
+            if self._state.gpu is not None:
+                self._state.gpu.forget(handle.stamp)
 
     def endpoint(self) -> Endpoint:
         """See `ExchangeContract.endpoint`."""
@@ -405,6 +416,18 @@ class MemoryExchange:
     def close(self) -> None:
         """See `ExchangeContract.close`."""
         self._finalizer()
+
+    def _shared(self, address: int, memory_bytes: int, device: int) -> tuple[ExchangeGpu, str]:
+        """The GPU that holds this memory, and how peers open it. Raises KVBatonError."""
+        with self._connecting:
+            gpu = self._state.gpu
+            if gpu is None:
+                here = self._state.here
+                gpu = open_gpu(address, device, f"{here.host} {here.pid} {here.ticks}", self._settings.timeout_s)
+                self._state.gpu = gpu
+        if gpu.device != device:
+            raise ConfigError(f"memories of this exchange are on GPU {gpu.device}; use another exchange for GPU {device}")
+        return gpu, gpu.share(address, memory_bytes)
 
     def _dial(self, endpoint: Endpoint, secret: Secret) -> ExchangeChannel:
         host, port = detail(endpoint, "host", str), detail(endpoint, "port", int)
@@ -473,3 +496,5 @@ def _close(service: _Service | None, state: ExchangeState) -> None:
     finally:
         if service is not None:
             service.close()
+        if state.gpu is not None:
+            state.gpu.close()

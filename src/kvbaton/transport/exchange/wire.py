@@ -3,7 +3,8 @@
 All numbers are little-endian. The handshake is that of the tcp transport with the token of the endpoint, so a recorded
 connection is worth nothing to the next one. The introduction names the initiator, and for `local` its process and where its
 board lies; the challenge of this very connection must be readable there, so that no peer can pass off another process's memory
-as its own. A request has one run in its head; further runs follow, then (PUSH) the bytes of all runs. Request numbers rise: one
+as its own. A request has one run in its head; further runs follow, then (PUSH) the bytes of all runs, or (PULL out of memory of
+a GPU) the handle of the initiator's memory, which states how it is opened. Request numbers rise: one
 that does not is a repetition and ends the connection. The reply to a FETCH that succeeded is followed by the bytes.
 """
 
@@ -17,6 +18,7 @@ import numpy as np
 
 from kvbaton.core.plan import Runs
 from kvbaton.errors import ProtocolError
+from kvbaton.transport.exchange.base import MemoryHandle
 
 __all__ = [
     "ANSWER_BYTES",
@@ -36,6 +38,7 @@ __all__ = [
     "pack_pull",
     "unpack_answer",
     "unpack_call",
+    "unpack_handle",
     "unpack_introduction",
     "unpack_runs",
 ]
@@ -104,6 +107,7 @@ class MemoryCall(msgspec.Struct, frozen=True):
     count: int
     total_bytes: int
     first: tuple[int, int, int] = (0, 0, 0)
+    handle_bytes: int = 0
 
 
 class CallAnswer(msgspec.Struct, frozen=True):
@@ -126,13 +130,14 @@ def unpack_introduction(data: bytes | bytearray) -> Introduction:
     return introduction
 
 
-def pack_call(call: MemoryCall, runs: Runs) -> bytes:
+def pack_call(call: MemoryCall, runs: Runs, handle: bytes = b"") -> bytes:
     """A request with its runs; with none the one in its head is its only one, and a NOTE or a PROBE has that neither."""
     flags, tag = (_HAS_TAG, call.tag) if call.tag is not None else (0, 0)
     slots = (call.own_slot, call.remote_slot, call.own_stamp, call.remote_stamp, call.total_bytes)
     first = runs[0].tolist() if len(runs) else call.first
-    head = _CALL.pack(_CALL_MARK, call.kind, flags, 0, call.count, call.number, tag, *slots, *first)
-    return head if len(runs) <= 1 else head + np.ascontiguousarray(runs[1:]).astype("<u8", copy=False).tobytes()
+    head = _CALL.pack(_CALL_MARK, call.kind, flags, len(handle), call.count, call.number, tag, *slots, *first)
+    rest = b"" if len(runs) <= 1 else np.ascontiguousarray(runs[1:]).astype("<u8", copy=False).tobytes()
+    return head + rest + handle
 
 
 def pack_pull(number: int, tag: int | None, names: tuple[int, int, int, int], run: tuple[int, int, int]) -> bytes:
@@ -143,15 +148,29 @@ def pack_pull(number: int, tag: int | None, names: tuple[int, int, int, int], ru
 
 def unpack_call(data: bytes | bytearray) -> MemoryCall:
     """Read the head of a request. Raises ProtocolError for anything else."""
-    mark, kind, flags, _, count, number, tag, own, remote, own_stamp, remote_stamp, total, at, to, size = _CALL.unpack(data)
+    mark, kind, flags, handle, count, number, tag, own, remote, *numbers = _CALL.unpack(data)
+    own_stamp, remote_stamp, total, at, to, size = numbers
     if mark != _CALL_MARK or not CallKind.PULL <= kind <= CallKind.PROBE:
         raise ProtocolError(f"no request: mark {mark!r}, kind {kind}")
     if count > MAX_CALL_RUNS or total > MAX_CALL_BYTES or (count == 0) != (kind >= CallKind.NOTE):
         raise ProtocolError(
             f"a request of {count} runs, {total} bytes; at most {MAX_CALL_RUNS} and {MAX_CALL_BYTES} are allowed"
         )
+    if handle and kind != CallKind.PULL:
+        raise ProtocolError(f"a request of kind {kind} with a handle of {handle} bytes; only a PULL has one")
     kept, names = tag if flags & _HAS_TAG else None, (own, own_stamp, remote, remote_stamp)
-    return MemoryCall(_KINDS[kind], number, kept, *names, count, total, (at, to, size))
+    return MemoryCall(_KINDS[kind], number, kept, *names, count, total, (at, to, size), handle)
+
+
+def unpack_handle(data: bytes | bytearray) -> MemoryHandle:
+    """Read the handle of a GPU memory. Raises ProtocolError."""
+    try:
+        handle = msgspec.msgpack.decode(data, type=MemoryHandle)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"no handle of a memory: {error}") from error
+    if not 0 < handle.memory_bytes < _MAX_OFFSET:
+        raise ProtocolError(f"a handle of a memory with {handle.memory_bytes} bytes: out of range")
+    return handle
 
 
 def unpack_runs(call: MemoryCall, rest: bytes | bytearray) -> Runs:

@@ -9,85 +9,36 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
+from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
-from sglang.srt.disaggregation.utils import DisaggregationMode, KVClassType, MetadataBuffers, TransferBackend, get_kv_class
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.disaggregation.utils import KVClassType
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.plugins import load_plugins
+from sides import ONE, PAGE, PORTS, PROMPT, TOKENS, Side, mha, mla, tensors, wait
+from state_checks import STATE_CHECKS
 
-from kvbaton.engines.sglang import backend, hooks
+from kvbaton.engines.sglang import backend
+from kvbaton.engines.sglang.settings import CONFIG_VARIABLE
 from kvbaton.errors import ConfigError
-from kvbaton.launch.ports import PortPicker
-
-PAGE, LAYERS, TOKENS, ROWS = 4, 3, 10, 8
-PROMPT = list(range(TOKENS))
-PORTS = PortPicker()
-ONE = SimpleNamespace(attn_tp_size=1, attn_tp_rank=0, pp_size=1, pp_rank=0, dp_size=1, attn_dp_size=1, attn_cp_size=1)
 
 
-def mha() -> Any:
-    return MHATokenToKVPool(64, PAGE, torch.float32, 2, 8, LAYERS, "cpu", False)
-
-
-def mla() -> Any:
-    return MLATokenToKVPool(64, PAGE, torch.float32, 16, 8, LAYERS, "cpu", False)
-
-
-class Side:
-    """One instance: a manager of the real class over a real pool."""
-
-    def __init__(self, role: str, pool: Any, port: int, **changes: Any) -> None:
-        self.pool, self.port = pool, port
-        self.metadata = MetadataBuffers(ROWS, 16, torch.float32, 16)
-        config = SimpleNamespace(
-            dtype=torch.float32,
-            hf_config=SimpleNamespace(to_dict=dict),
-            get_total_num_kv_heads=lambda: 2,
-            num_hidden_layers=LAYERS,
-        )
-        hooks._queue = hooks.Queue(pool, self.metadata, SimpleNamespace(model_config=config))
-        args = KVArgs()
-        args.page_size, args.state_types, args.num_draft_entries = PAGE, changes.pop("state_types", []), 0
-        args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = self.metadata.get_buf_infos()
-        server = {"host": "127.0.0.1", "port": 1, "disaggregation_bootstrap_port": port, "served_model_name": "m"}
-        server |= {"model_path": "m", "kv_cache_dtype": "auto", "quantization": None, "nnodes": 1, **changes}
-        manager = get_kv_class(TransferBackend(hooks.BACKEND), KVClassType.MANAGER)
-        self.manager = manager(args, DisaggregationMode(role), SimpleNamespace(**server))
-
-    def make(self, kind: KVClassType, room: int, prompt: list[int], port: int) -> Any:
-        hooks._keep_request(None, SimpleNamespace(bootstrap_room=room, origin_input_ids=prompt))
-        return get_kv_class(TransferBackend(hooks.BACKEND), kind)(self.manager, f"127.0.0.1:{port}", room)
-
-    def close(self) -> None:
-        self.manager.instance.close()
-
-
-def tensors(pool: Any) -> list[Any]:
-    return list(pool.kv_buffer) if isinstance(pool, MLATokenToKVPool) else [*pool.k_buffer, *pool.v_buffer]
-
-
-def wait(half: Any, *states: int) -> int:
-    until = time.monotonic() + 20
-    while (state := half.poll()) not in states:
-        assert time.monotonic() < until, f"still {state}: {half.half.reason}"
-        time.sleep(0.002)
-    return int(state)
-
-
-def hand_over(make_pool: Callable[[], Any], cached_pages: int = 0) -> None:
-    prefill, decode = Side("prefill", make_pool(), PORTS.pick()), Side("decode", make_pool(), 0)
+def hand_over(make_pool: Callable[[], Any], cached_pages: int = 0, make_draft: Callable[[], Any] = lambda: None) -> None:
+    prefill = Side("prefill", make_pool(), PORTS.pick(), draft=make_draft())
+    decode = Side("decode", make_pool(), 0, draft=make_draft())
+    drafts = () if prefill.draft is None else ((prefill.draft, decode.draft),)
     try:
         torch.manual_seed(1)
-        for tensor in tensors(prefill.pool):
-            tensor.normal_()
+        for pool in (prefill.pool, *(one for one, _ in drafts)):
+            for tensor in tensors(pool):
+                tensor.normal_()
         sender = prefill.make(KVClassType.SENDER, 99, PROMPT, prefill.port)
         receiver = decode.make(KVClassType.RECEIVER, 99, PROMPT, prefill.port)
         assert (sender.poll(), receiver.poll()) == (KVPoll.Bootstrapping, KVPoll.Bootstrapping)
@@ -107,8 +58,9 @@ def hand_over(make_pool: Callable[[], Any], cached_pages: int = 0) -> None:
         assert wait(receiver, KVPoll.Success, KVPoll.Failed) == KVPoll.Success
         for token in range(cached_pages * PAGE, TOKENS):
             here, there = [7, 3, 1][token // PAGE] * PAGE + token % PAGE, target_pages[token // PAGE] * PAGE + token % PAGE
-            for source, target in zip(tensors(prefill.pool), tensors(decode.pool), strict=True):
-                assert torch.equal(source[here], target[there]), token
+            for pools in ((prefill.pool, decode.pool), *drafts):
+                for source, target in zip(*map(tensors, pools), strict=True):
+                    assert torch.equal(source[here], target[there]), token
         assert decode.metadata.get_buf(3)[0][0].item() == 42
         assert decode.metadata.bootstrap_room[3, 0].item() == 99
         assert sender.get_transfer_metric().transfer_total_bytes > 0
@@ -125,6 +77,26 @@ def plain_attention_is_handed_over() -> None:
 
 def the_latent_of_mla_is_handed_over() -> None:
     hand_over(mla)
+
+
+def the_cache_of_a_draft_model_is_handed_over() -> None:
+    """Its heads and layers are its own; its slots are those of the model."""
+    hand_over(mha, make_draft=lambda: MHATokenToKVPool(64, PAGE, torch.float32, 4, 8, 1, "cpu", False))
+
+
+def a_draft_model_on_one_side_only_is_refused_by_name() -> None:
+    draft = MHATokenToKVPool(64, PAGE, torch.float32, 4, 8, 1, "cpu", False)
+    prefill, decode = Side("prefill", mha(), PORTS.pick(), draft=draft), Side("decode", mha(), 0)
+    try:
+        sender = prefill.make(KVClassType.SENDER, 8, PROMPT, prefill.port)
+        receiver = decode.make(KVClassType.RECEIVER, 8, PROMPT, prefill.port)
+        receiver.init(0)
+        wait(receiver, KVPoll.Failed)
+        assert "2 (full, full draft)" in receiver.half.reason, receiver.half.reason
+        wait(sender, KVPoll.Failed)
+    finally:
+        prefill.close()
+        decode.close()
 
 
 def cached_pages_are_left_out() -> None:
@@ -184,6 +156,51 @@ def a_prompt_that_is_too_long_for_decode_ends_its_prefill() -> None:
         decode.close()
 
 
+@contextmanager
+def _parallel(**changes: Any) -> Iterator[None]:
+    """Managers that are made meanwhile have these ranks."""
+    backend.get_parallel = lambda: SimpleNamespace(**{**vars(ONE), **changes})  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        backend.get_parallel = lambda: ONE  # type: ignore[attr-defined]
+
+
+def ranks_of_dp_attention_share_a_bootstrap_port_without_collision() -> None:
+    """Every rank has the same arguments, as SGLang passes them; each hands over the rooms that are its own."""
+    port, sides = PORTS.pick(), []
+    os.environ[CONFIG_VARIABLE] = '{"prefill_dp_size": 2}'
+    try:
+        decode = Side("decode", mha(), 0)
+    finally:
+        os.environ[CONFIG_VARIABLE] = ""
+    try:
+        for rank in range(2):
+            with _parallel(attn_dp_size=2, attn_dp_rank=rank, load_balance_method="follow_bootstrap_room"):
+                sides.append(Side("prefill", mha(), port))
+            for tensor in tensors(sides[rank].pool):
+                tensor.fill_(rank + 1)
+        assert decode.manager.try_ensure_parallel_info(f"127.0.0.1:{port}")
+        known = decode.manager.prefill_info_table[f"127.0.0.1:{port}"]
+        assert (known.dp_size, known.follow_bootstrap_room) == (2, True)
+        for room in (20, 21):
+            sender = sides[room % 2].make(KVClassType.SENDER, room, PROMPT, port)
+            receiver = decode.make(KVClassType.RECEIVER, room, PROMPT, port)
+            receiver.init(room % known.dp_size)
+            receiver.send_metadata(np.array([2, 5, 9], np.int32), 3, [], 0)
+            wait(sender, KVPoll.WaitingForInput)
+            sender.init(3, 1)
+            sender.send(np.array([7, 3, 1], np.int32), [])
+            assert wait(receiver, KVPoll.Success, KVPoll.Failed) == KVPoll.Success
+            assert {float(tensor[2 * PAGE].max()) for tensor in tensors(decode.pool)} == {room % 2 + 1}
+        lost = sides[1].make(KVClassType.SENDER, 22, PROMPT, port)
+        assert lost.poll() == KVPoll.Failed
+        assert "at data-parallel rank 1, and decode expects it at 0 of 2" in lost.half.reason
+    finally:
+        for side in (*sides, decode):
+            side.close()
+
+
 def _refused(named: str, role: str = "prefill", **changes: Any) -> None:
     refusal = ""
     try:
@@ -195,12 +212,15 @@ def _refused(named: str, role: str = "prefill", **changes: Any) -> None:
 
 def what_cannot_be_handed_over_is_refused_when_the_server_starts() -> None:
     _refused("several nodes", nnodes=2)
-    for name, what in (("pp_size", "pipeline"), ("dp_size", "data parallelism"), ("attn_cp_size", "context parallelism")):
-        backend.get_parallel = lambda name=name: SimpleNamespace(**{**vars(ONE), name: 2})  # type: ignore[attr-defined]
-        _refused(what, "decode")
-    backend.get_parallel = lambda: ONE  # type: ignore[attr-defined]
-    for state in ("mamba", "swa", "dsa"):
-        _refused(state, state_types=[state])
+    for name, what in (("pp_size", "a pipeline of decode"), ("attn_cp_size", "context parallelism")):
+        with _parallel(**{name: 2}):
+            _refused(what, "decode")
+    with _parallel(attn_dp_size=2, attn_dp_rank=1, load_balance_method="round_robin"):
+        _refused("load_balance_method is 'round_robin' with 2 data-parallel ranks")
+    with _parallel(attn_dp_size=2, attn_dp_rank=0, dp_size=2):
+        _refused("dp_size is 2 and attn_dp_size is 2")
+    for state in ("mamba", "swa", "dsa", "swa_ring"):
+        _refused(f"MHATokenToKVPool with {state}", state_types=[state])
     _refused("Unknown", pool=type("UnknownPool", (), {"start_layer": 0})())
     os.environ["SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT"] = "3"
     try:
@@ -212,11 +232,15 @@ def what_cannot_be_handed_over_is_refused_when_the_server_starts() -> None:
 CHECKS = (
     plain_attention_is_handed_over,
     the_latent_of_mla_is_handed_over,
+    the_cache_of_a_draft_model_is_handed_over,
+    a_draft_model_on_one_side_only_is_refused_by_name,
     cached_pages_are_left_out,
     a_failure_raises_its_reason_and_only_there,
     no_exception_leaves_a_sender_or_a_receiver,
     a_prompt_that_is_too_long_for_decode_ends_its_prefill,
+    ranks_of_dp_attention_share_a_bootstrap_port_without_collision,
     what_cannot_be_handed_over_is_refused_when_the_server_starts,
+    *STATE_CHECKS,
 )
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from served import INFO, Reply, ScriptedEngine, run, serving
 
-from kvbaton.core.addresses import ControlAddress, make_request_id
+from kvbaton.core.addresses import ControlAddress, make_request_id, parse_request_id
 from kvbaton.core.handoff import HandoffKey, Incarnation, TransferId
 from kvbaton.engines.embedded.request import FromSource, ToTarget, handoff_of
 from kvbaton.engines.handoff_params import KVTransferParams, SourceParams, TargetParams, answer_params, read_params
@@ -50,10 +50,18 @@ def test_source_answers_with_what_the_target_needs() -> None:
     assert body["kvbaton"]["handed_off"] is True
 
 
-@pytest.mark.parametrize("request_id", [None, "", "plain", REQUEST_ID, "___prefill_addr_x___decode_addr_y_" + 32 * "0"])
+@pytest.mark.parametrize("wrapped", ["{}", "cmpl-{}", "chatcmpl-{}-0", "cmpl-{}-0-0123abcd"])
+def test_a_source_finds_its_target_in_the_request_id(wrapped: str) -> None:
+    params = read_params(KVTransferParams(do_remote_decode=True, transfer_id="tx-1"), wrapped.format(REQUEST_ID))
+    assert isinstance(params, SourceParams)
+    assert params.target() == parse_request_id(REQUEST_ID)[1]
+
+
+@pytest.mark.parametrize("request_id", [None, "", "plain", "___prefill_addr_x___decode_addr_y_" + 32 * "0"])
 def test_a_source_does_without_an_address(request_id: str | None) -> None:
     params = read_params(KVTransferParams(do_remote_decode=True, transfer_id="tx-1"), request_id)
     assert params == SourceParams(TransferId("tx-1"))
+    assert params.target() is None
 
 
 def test_each_prompt_and_sample_has_its_own_key() -> None:

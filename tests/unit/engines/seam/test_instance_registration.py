@@ -11,9 +11,14 @@ from typing import cast
 
 import pytest
 
+from kvbaton.config import Trust
+from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.handoff import Incarnation, Mode
+from kvbaton.core.topology import Shape
 from kvbaton.discovery.announcer import Announcer
+from kvbaton.discovery.messages import Registration
 from kvbaton.engines import instance
-from kvbaton.engines.instance import LateAnnouncer, answers
+from kvbaton.engines.instance import LateAnnouncer, ModelIdentity, answers
 from kvbaton.launch.ports import PortPicker
 from watching import wait_until
 
@@ -120,3 +125,21 @@ def test_nothing_is_said_of_an_api_that_is_only_slow(monkeypatch: pytest.MonkeyP
     wait_until(lambda: voice.said == ["start"], "it registers")
     late.stop()
     assert caplog.messages == []
+
+
+def test_an_instance_registers_its_true_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Registration] = []
+    monkeypatch.setattr(instance, "Announcer", lambda registration, *_, **__: sent.append(registration))
+    instance.announcer_of(
+        role="prefill",
+        http_address="127.0.0.1:8001",
+        control_address=ControlAddress.of("127.0.0.1", 7001),
+        mode=Mode.PUSH,
+        incarnation=Incarnation("one"),
+        model=ModelIdentity("model", "print"),
+        routers=["127.0.0.1:9"],
+        is_used=lambda: False,
+        trust=Trust(),
+        shape=Shape.parse("dp2,pp3,tp4"),
+    )
+    assert [(each.dp_size, each.pp_size, each.tp_size) for each in sent] == [(2, 3, 4)]

@@ -79,15 +79,16 @@ class ScriptedAgents(HandoffPort):
 class Rig:
     """One rank's halves over scripted agents."""
 
-    def __init__(self, mode: Mode = Mode.PUSH, follows: bool = False) -> None:
+    def __init__(self, mode: Mode = Mode.PUSH, follows: bool = False, prefill_dp_size: int = 1) -> None:
         self.agents = ScriptedAgents()
         self.rows: dict[int, tuple[Aux, int]] = {}
         self.poisoned: list[int] = []
         self.notes: list[Note] = []
         self.row_problem = ""
-        settings = HalfSettings(PAGE, (0, 2), announces=mode is Mode.PUSH, follows=follows)
+        announces = mode is Mode.PUSH
+        settings = HalfSettings(PAGE, (0, 2), announces=announces, follows=follows, prefill_dp_size=prefill_dp_size)
         self.halves = Halves(
-            self.agents, settings, lambda _: AUX, self._write, lambda pages: self.poisoned.extend(pages), self.notes.append
+            self.agents, settings, lambda _: AUX, self._write, lambda lists: self.poisoned.extend(lists[0]), self.notes.append
         )
 
     def source(self, room: object = ROOM, prompt: Sequence[int] = PROMPT) -> SourceHalf:

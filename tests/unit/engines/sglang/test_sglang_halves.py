@@ -6,12 +6,12 @@ import itertools
 import random
 
 import pytest
-from sglang_rig import AUX, PAGE, PROMPT, ROOM, Rig, key_of
+from sglang_rig import ADDRESS, AUX, PAGE, PROMPT, ROOM, Rig, key_of
 
 from kvbaton.agent.engine_port import Allocation, EngineEvent, Granted, HandoffStats, Landed, Offer, SourceEnded, TargetEnded
 from kvbaton.core.handoff import Mode, Outcome, Span
 from kvbaton.core.timeline import Side, Stage
-from kvbaton.engines.sglang.halves import Poll, prompt_digest
+from kvbaton.engines.sglang.halves import Poll, SourceHalf, TargetHalf, prompt_digest
 
 DELIVERED = SourceEnded(key_of(), Outcome.DELIVERED)
 LANDED = Landed(key_of(), AUX, HandoffStats())
@@ -259,6 +259,20 @@ def test_ipv6_addresses_lose_their_brackets() -> None:
     rig.target(address="[::1]:8998")
     (request,) = rig.agents.named("expect_source")
     assert request.source.host == "::1"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_a_problem_that_is_known_from_the_start_is_the_reason_and_no_agent_is_asked(side: str) -> None:
+    rig = Rig()
+    half = SourceHalf(rig.halves, ROOM, PROMPT, "why") if side == "source" else _failed_target(rig)
+    half.abort()
+    assert (half.poll(), half.reason) == (Poll.FAILED, "why")
+    assert rig.agents.calls == []
+    assert rig.halves.live == {}
+
+
+def _failed_target(rig: Rig) -> TargetHalf:
+    return TargetHalf(rig.halves, ROOM, ADDRESS, PROMPT, "why")
 
 
 def test_a_room_used_twice_fails_the_second_request_and_not_the_first() -> None:

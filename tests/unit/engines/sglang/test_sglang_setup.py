@@ -11,6 +11,7 @@ import pytest
 from kvbaton.config import CLUSTER_KEY_VARIABLE, HandoffSettings, Limits
 from kvbaton.core.handoff import Mode
 from kvbaton.engines.base import CommandRequest, Controls, EngineOptions
+from kvbaton.engines.embedded.weights import load_model
 from kvbaton.engines.sglang.settings import CONFIG_VARIABLE, parse_settings
 from kvbaton.engines.sglang.setup.environment import SGLANG_VERSION, SglangEnvironment, ensure_sglang
 from kvbaton.engines.sglang.setup.plugin import SglangPlugin
@@ -71,14 +72,20 @@ def test_a_plain_server_has_no_backend() -> None:
     [
         ("dp2", "tp1", "prefill is dp2"),
         ("cp2", "tp1", "prefill is cp2"),
-        ("pp2", "tp1", "prefill is pp2"),
-        ("tp1", "pp2,tp2", "decode is pp2,tp2"),
+        ("tp1", "pp2", "decode is pp2"),
+        ("pp2", "pp2,tp2", "decode is pp2,tp2"),
     ],
 )
 def test_cuts_that_cannot_be_handed_over_are_refused_by_name(prefill: str, decode: str, named: str) -> None:
     sides = [EngineOptions("smollm2", shape=shape) for shape in (prefill, decode)]
     with pytest.raises(ConfigError, match=f"the shape of {named}; instances of SGLang can be cut by tp so far"):
         SglangPlugin().check(sides[0], sides[1], lambda _: None)
+
+
+def test_prompts_have_tokens_that_the_model_has() -> None:
+    options = EngineOptions("tiny")
+    facts = SglangPlugin().check(options, options, lambda _: None)
+    assert 0 < facts.token_ids.start < facts.token_ids.stop < load_model("tiny").config.vocab_size
 
 
 def test_the_mori_backend_only_pushes() -> None:

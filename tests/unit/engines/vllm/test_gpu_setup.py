@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvbaton.engines.base import EngineOptions
-from kvbaton.engines.vllm.device import CudaDevice
 from kvbaton.engines.vllm.setup.environment import GpuEnvironment, find_gpu_environment
 from kvbaton.engines.vllm.setup.plugin import VllmPlugin
 from kvbaton.engines.vllm.setup.servers import VllmServers, gpu_cache_bytes
+from kvbaton.engines.vllm.setup.small_models import MadeModel
 from kvbaton.errors import ConfigError
 from kvbaton.launch.ports import PortPicker
 
@@ -38,7 +39,8 @@ def options(model: Path, transport: str = "cuda", dtype: str = "float32") -> Eng
 
 def arguments_of(model: Path, dtype: str) -> list[str]:
     chosen = options(model, dtype=dtype)
-    servers = VllmServers(GpuEnvironment(model), model, chosen, cache_bytes=gpu_cache_bytes(model, dtype))
+    cache_bytes = gpu_cache_bytes(model, dtype)
+    servers = VllmServers(GpuEnvironment(model), model, chosen, cache_bytes=cache_bytes, context_tokens=10_240)
     return list(servers.part("single", "both", PortPicker()).command)
 
 
@@ -77,16 +79,26 @@ def test_servers_on_a_gpu_share_its_memory_and_have_kernels_for_their_type(model
     assert "TRITON_ATTN" in exact
     assert "TRITON_ATTN" not in quick
     assert "--no-enable-prefix-caching" in exact
+    assert exact[exact.index("--max-model-len") + 1] == "10240"
+
+
+@pytest.mark.parametrize("shape", ["tp1", "tp2", "pp2"])
+def test_small_models_are_served_on_a_gpu_in_any_shape(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = MadeModel(tmp_path, ("--no-enable-prefix-caching",))
+    monkeypatch.setattr("kvbaton.engines.vllm.setup.plugin.find_gpu_environment", lambda: GpuEnvironment(tmp_path))
+    monkeypatch.setattr("kvbaton.engines.vllm.setup.plugin.ensure_small_model", lambda *_: made)
+    chosen = EngineOptions("small-granite4", "cuda", 3, device="cuda", shape=shape)
+    assert VllmPlugin().check(chosen, chosen, lambda _: None).context_tokens == 2048
+    command = list(VllmPlugin().prepare(chosen, lambda _: None).part("single", "both", PortPicker()).command)
+    assert command[command.index("--max-model-len") + 1] == "2048"
+    assert "--enforce-eager" in command
+    assert ("--tensor-parallel-size" in command) is (shape == "tp2")
+    local = replace(chosen, transport="local")
+    with pytest.raises(ConfigError, match="--transport is local, which moves main memory only"):
+        VllmPlugin().check(local, local, lambda _: None)
 
 
 def test_without_vllm_in_this_python_nothing_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match="needs vLLM for NVIDIA GPUs in the Python that runs kvbaton"):
         find_gpu_environment()
-
-
-def test_several_ranks_on_gpus_are_refused_by_name() -> None:
-    device = object.__new__(CudaDevice)
-    device.check_ranks(1)
-    with pytest.raises(ConfigError, match="the instance has 2 ranks on GPUs; 1 can be handed over so far"):
-        device.check_ranks(2)

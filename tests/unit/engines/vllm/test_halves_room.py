@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from vllm_rig import BLOCK_TOKENS, Request, Rig, key_of, source_params
 
 from kvbaton.agent.engine_port import Granted, SourceEnded
+from kvbaton.core.addresses import ControlAddress, make_request_id
 from kvbaton.core.handoff import Mode, Outcome
 from kvbaton.engines.vllm.scheduler_half import Computing, Room
 
@@ -85,6 +86,20 @@ def test_a_prefill_that_nobody_comes_for_becomes_a_load_that_fails() -> None:
     rig.port.push(SourceEnded(key_of(), Outcome.CANCELLED))
     assert not rig.step().sending, "vLLM does not wait for it"
     assert rig.worker.live == 0
+
+
+def test_the_error_names_the_target_that_the_request_id_names() -> None:
+    world = World(free=0)
+    rig = world.rig()
+    source, target = ControlAddress.of("10.0.0.5", 5600), ControlAddress.of("10.0.0.7", 5700)
+    name = f"cmpl-{make_request_id(str(source), str(target), '0' * 32)}-0-1a2b3c4d"
+    request = Request(source_params("tx-1"), request_id=name, prompt_token_ids=tuple(range(2 * BLOCK_TOKENS)))
+    rig.scheduler.begin(request)
+    assert rig.scheduler.matched_tokens(request, 0) is None
+    rig.step()
+    world.now = WAIT_S
+    assert rig.scheduler.matched_tokens(request, 0) == BLOCK_TOKENS
+    assert f"before its target {target} has blocks" in rig.scheduler._targets[name].problem
 
 
 def test_queueing_costs_no_patience_while_others_have_their_turn() -> None:

@@ -8,6 +8,7 @@ from vllm_rig import BLOCK_TOKENS, LAYERS, Request, Rig, Status, key_of, source_
 from kvbaton.agent.engine_port import Drained, SourceEnded
 from kvbaton.core.handoff import Mode, Outcome, Span, span_problem
 from kvbaton.engines.vllm.scheduler_half import Computing
+from kvbaton.engines.vllm.specs import TokenCounts
 
 BLOCKS = ((5, 6, 7),)
 
@@ -265,3 +266,18 @@ def test_an_instance_that_is_no_source_fails_the_request() -> None:
     request = begun(rig)
     assert_fails(rig, request)
     assert rig.port.calls == []
+
+
+@pytest.mark.parametrize("prompt", [1, 2])
+@pytest.mark.parametrize("mode", list(Mode))
+def test_a_prompt_of_which_nothing_is_handed_over_is_answered_all_the_same(prompt: int, mode: Mode) -> None:
+    rig = Rig(mode, counts=TokenCounts((BLOCK_TOKENS,), backoff=1))
+    request = begun(rig, prompt_token_ids=tuple(range(prompt)), skip_reading_prefix_cache=True)
+    rig.step(Computing(request.request_id, 0, prompt))
+    stays, params = finished(rig, request)
+    assert stays
+    assert isinstance(params, dict)
+    assert (params["do_remote_prefill"], params["transfer_id"]) == (True, "tx-1")
+    rig.step()
+    assert ("offer" in rig.port.names()) is (prompt == 2)
+    assert ("cancel" in rig.port.names()) is (prompt == 1)

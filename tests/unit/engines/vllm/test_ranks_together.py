@@ -17,6 +17,7 @@ from kvbaton.agent.engine_port import Allocation, Offer, SourceRequest
 from kvbaton.core.handoff import Aux, Integrity, Mode
 from kvbaton.core.topology import Shape
 from kvbaton.engines.instance import ModelIdentity
+from kvbaton.engines.vllm.device import EngineDevice, HostDevice
 from kvbaton.engines.vllm.instance import WorkerInstance
 from kvbaton.engines.vllm.orders import (
     ComputedChunk,
@@ -54,8 +55,19 @@ class Exchange:
 class Workers:
     """All workers of one instance; `step` runs one step on all of them, each in a thread."""
 
-    def __init__(self, model: str, shape: str, role: Any, mode: Mode, seed: int | None, drop: str = "") -> None:
+    def __init__(
+        self,
+        model: str,
+        shape: str,
+        role: Any,
+        mode: Mode,
+        seed: int | None,
+        drop: str = "",
+        device: Callable[[], EngineDevice] = HostDevice,
+    ) -> None:
         self.caches = Instance(model, Shape.parse(shape), seed=seed)
+        for each in self.caches.registered:
+            each.device = device()
         self.settings = ConnectorSettings(
             control_port=PortPicker().pick(), mode=mode, poison=True, drop=drop, integrity=Integrity.FULL
         )

@@ -22,6 +22,7 @@ from kvbaton.engines.vllm.requests import (
     named,
     prompt_digest,
     read_handoff,
+    shorten_prompt,
 )
 
 IDS = {
@@ -217,3 +218,22 @@ def test_an_answer_names_the_address_and_the_number_of_its_own_rank() -> None:
     info = HandoffInfo(ControlAddress.of("127.0.0.1", 7001), Incarnation("p1"), tp_size=2, dp_rank=3)
     answer = answer_params(SourceParams(TransferId("tx")), info)
     assert (answer["remote_port"], answer["remote_dp_rank"], answer["tp_size"]) == (7001, 3, 2)
+
+
+@pytest.mark.parametrize(("prompt", "block"), [(32, 16), (33, 16), (31, 16), (17, 16), (8, 16), (16, 16)])
+def test_a_shortened_prompt_has_the_hashes_of_its_own_blocks(prompt: int, block: int) -> None:
+    class Hashed:
+        def __init__(self, tokens: list[int]) -> None:
+            self.prompt_token_ids, self._all_token_ids = list(tokens), list(tokens)
+            self.num_prompt_tokens, self.max_tokens = len(tokens), 7
+            self.block_hashes: list[tuple[int, ...]] = []
+            self.update_block_hashes()
+
+        def update_block_hashes(self) -> None:
+            while (start := len(self.block_hashes) * block) + block <= len(self._all_token_ids):
+                self.block_hashes.append(tuple(self._all_token_ids[start : start + block]))
+
+    request = Hashed(list(range(prompt)))
+    shorten_prompt(request, prompt - 1)
+    assert request.block_hashes == Hashed(list(range(prompt - 1))).block_hashes
+    assert (request.num_prompt_tokens, request.max_tokens) == (prompt - 1, 1)

@@ -189,11 +189,12 @@ class Rig:
         drain_s: float = 5.0,
         room: Room | None = None,
         sources: SourceCheck | None = None,
+        counts: TokenCounts = TokenCounts((BLOCK_TOKENS,)),  # noqa: B008 - frozen
     ) -> None:
         self.port = ScriptedPort()
         self.poisoned: list[tuple[BlockLists, int]] = []
         self.notes: list[Note] = []
-        self.scheduler = SchedulerHalf(mode, TokenCounts((BLOCK_TOKENS,)), is_source, is_target, room, sources)
+        self.scheduler = SchedulerHalf(mode, counts, is_source, is_target, room, sources)
         self.scheduler.meet_worker(INFO)
         poison = lambda blocks, cached: self.poisoned.append((blocks, cached))  # noqa: E731
         self.worker = WorkerHalf(

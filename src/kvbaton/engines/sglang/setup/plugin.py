@@ -49,16 +49,24 @@ class SglangPlugin(EnginePlugin):
         """The tokenizer is read by the embedded engine's loader, without SGLang."""
         for role, side in (("prefill", prefill), ("decode", decode)):
             shape = Shape.parse(side.shape)
-            if shape != Shape(tp=shape.tp):
+            if shape != Shape(tp=shape.tp, pp=shape.pp if role == "prefill" else 1):
                 raise ConfigError(
-                    f"the shape of {role} is {side.shape}; instances of SGLang can be cut by tp so far, such as tp2"
+                    f"the shape of {role} is {side.shape}; instances of SGLang can be cut by tp so far, such as tp2,"
+                    " and those of prefill by pp"
                 )
         if prefill.connector in _PUSH_ONLY and prefill.handoff.mode is not Mode.PUSH:
             raise ConfigError(f"--mode is {prefill.handoff.mode}; SGLang's own {prefill.connector} only pushes, leave it out")
         if prefill.model != decode.model:
             raise ConfigError(f"--decode-model is {decode.model}; with SGLang both sides have {prefill.model}, leave it out")
         loaded = find_model(prefill.model, progress=progress)
-        return ModelFacts(loaded.name, min(loaded.config.context_tokens, MAX_MODEL_TOKENS), loaded.tokenizer.encode)
+        vocabulary = loaded.config.vocab_size
+        return ModelFacts(
+            loaded.name,
+            min(loaded.config.context_tokens, MAX_MODEL_TOKENS),
+            loaded.tokenizer.encode,
+            # SGLang refuses a prompt with a token that the model does not have; a small model has few.
+            range(min(1000, vocabulary // 4), min(40_000, vocabulary * 3 // 4)),
+        )
 
     def prepare(self, options: EngineOptions, progress: Progress) -> SglangServers:
         """Install SGLang, and what the backend needs, and convert the model, where that was not done before."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import kvbaton
 from kvbaton.engines.base import Progress
 from kvbaton.errors import ConfigError
-from kvbaton.launch.installing import PeerEnvironment
+from kvbaton.launch.installing import PeerEnvironment, default_cache_dir
 
 __all__ = [
     "MSGPACK_VERSION",
@@ -68,7 +68,7 @@ class VllmEnvironment(PeerEnvironment):
 
 
 class GpuEnvironment(VllmEnvironment):
-    """vLLM for NVIDIA GPUs as the Python has it that runs this command: nothing is installed. `directory` is not used."""
+    """vLLM for NVIDIA GPUs as the Python has it that runs this command; small models are kept in `directory`."""
 
     @property
     def python(self) -> Path:
@@ -96,7 +96,7 @@ def find_gpu_environment() -> GpuEnvironment:
             f"--device cuda needs vLLM for NVIDIA GPUs in the Python that runs kvbaton ({sys.executable}), which has no module "
             "vllm; install vllm there, and run the kvbaton of that environment"
         )
-    return GpuEnvironment(Path(sys.prefix))
+    return GpuEnvironment(default_cache_dir() / "vllm-gpu")
 
 
 def ensure_environment(directory: Path, progress: Progress, version: str = VLLM_VERSION) -> VllmEnvironment:

@@ -24,6 +24,7 @@ from kvbaton.engines.vllm.settings import parse_settings
 from kvbaton.engines.vllm.setup.environment import (
     MSGPACK_VERSION,
     VLLM_VERSION,
+    VllmEnvironment,
     ensure_environment,
     ensure_msgpack,
     find_gpu_environment,
@@ -89,26 +90,31 @@ class VllmPlugin(EnginePlugin):
         for side in (prefill, decode):
             check_shape(side.shape)
             _check_drop(side)
+        if prefill.device != "cpu":
+            _check_gpu_transport(prefill.transport)
         if is_small_model(prefill.model):
             find_small_model(prefill.model)
             tokenizer = Tokenizer(byte_tokenizer(), prefill.model)
             return ModelFacts(prefill.model, min(CONTEXT_TOKENS, MAX_MODEL_TOKENS), tokenizer.encode, range(32, 256))
         if prefill.device != "cpu":
-            _check_gpu_transport(prefill.transport)
             return _facts_of_directory(Path(prefill.model))
         loaded = find_model(prefill.model, progress=progress)
         return ModelFacts(loaded.name, min(loaded.config.context_tokens, MAX_MODEL_TOKENS), loaded.tokenizer.encode)
 
     def prepare(self, options: EngineOptions, progress: Progress) -> VllmServers:
         """Install vLLM, and what the connector needs, and convert the model, where that was not done before."""
-        if options.device != "cpu":
-            model = Path(options.model)
-            cache_bytes = gpu_cache_bytes(model, options.cache_dtype)
-            return VllmServers(find_gpu_environment(), model, options, cache_bytes=cache_bytes)
         cache_dir = default_cache_dir()
-        environment = ensure_environment(cache_dir, progress, self._version)
-        if options.connector in _PACKAGES:
-            _PACKAGES[options.connector][1](environment, progress)
+        environment: VllmEnvironment
+        if options.device != "cpu":
+            environment = find_gpu_environment()
+            if not is_small_model(options.model):
+                model = Path(options.model)
+                cache_bytes = gpu_cache_bytes(model, options.cache_dtype)
+                return VllmServers(environment, model, options, cache_bytes=cache_bytes, context_tokens=GPU_MODEL_TOKENS)
+        else:
+            environment = ensure_environment(cache_dir, progress, self._version)
+            if options.connector in _PACKAGES:
+                _PACKAGES[options.connector][1](environment, progress)
         if is_small_model(options.model):
             made = ensure_small_model(options.model, environment, progress)
             options = replace(options, arguments=(*made.arguments, *options.arguments))

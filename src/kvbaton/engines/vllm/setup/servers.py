@@ -78,7 +78,7 @@ def _shape_arguments(shape: Shape) -> list[str]:
 
 
 def _eager_arguments(shape: Shape) -> list[str]:
-    """What keeps vLLM from compiling kernels, which takes longer than it saves here.
+    """What keeps vLLM on CPUs from compiling kernels, which takes longer than it saves there.
 
     A server of several stages must run once before it serves, else its first request ends it: later stages make their input
     buffers then. vLLM skips that run with `--enforce-eager`, so those trace the model, and compile nothing.
@@ -97,6 +97,8 @@ class VllmServers(PreparedEngine):
     """More of `kv_connector_extra_config`."""
     cache_bytes: int = 1 << 30
     """Of each rank."""
+    context_tokens: int = MAX_MODEL_TOKENS
+    """Prompt and answer together."""
 
     def part(self, name: str, role: str, ports: PortPicker, routers: Sequence[str] = ()) -> FleetPart:
         """One vLLM server; role `both` is a plain server without any connector."""
@@ -109,7 +111,9 @@ class VllmServers(PreparedEngine):
         """A server with this `--kv-transfer-config`, or without one."""
         options, shape = self.options, check_shape(self.options.shape)
         arguments = [*serve_arguments(str(self.model), options.host, port, config), *_shape_arguments(shape)]
-        arguments += [*_eager_arguments(shape), "--kv-cache-memory-bytes", str(self.cache_bytes)]
+        arguments += ["--max-model-len", str(self.context_tokens)]
+        arguments += ["--enforce-eager"] if options.device != "cpu" else _eager_arguments(shape)
+        arguments += ["--kv-cache-memory-bytes", str(self.cache_bytes)]
         arguments += ["--served-model-name", options.served_name or options.model, "--dtype", options.cache_dtype]
         if options.cache_blocks is not None:
             arguments += ["--num-gpu-blocks-override", str(options.cache_blocks)]
@@ -117,7 +121,6 @@ class VllmServers(PreparedEngine):
             arguments += ["--max-num-batched-tokens", str(options.step_tokens)]
         variables = self.environment.variables()
         if options.device == "cpu":
-            arguments += ["--max-model-len", str(MAX_MODEL_TOKENS)]
             variables |= core_share(options.sharing * shape.ranks * shape.dp)
         else:
             arguments += _gpu_arguments(options)
@@ -142,7 +145,7 @@ def _gpu_arguments(options: EngineOptions) -> list[str]:
     differently.
     """
     share = f"{_GPU_SHARE / max(options.sharing, 1):.3f}"
-    arguments = ["--max-model-len", str(GPU_MODEL_TOKENS), "--gpu-memory-utilization", share, "--no-enable-prefix-caching"]
+    arguments = ["--gpu-memory-utilization", share, "--no-enable-prefix-caching"]
     # FlashAttention has no kernels for float32; Triton's are compiled on the machine, for every type.
     return arguments + (["--attention-backend", "TRITON_ATTN"] if options.cache_dtype == "float32" else [])
 

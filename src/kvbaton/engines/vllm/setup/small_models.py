@@ -120,35 +120,38 @@ def _llama(**changed: Any) -> dict[str, Any]:
     }
 
 
+def _mla(**changed: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        **_GQA,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "first_k_dense_replace": 4,
+        "moe_intermediate_size": 128,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "hidden_act": "silu",
+        **_YARN,
+        **changed,
+    }
+
+
 _DRAFTS = ("heads", "layers", "draft")
 
 SMALL_MODELS: dict[str, SmallModel] = {
     "small-llama": SmallModel("full attention, 6 layers, 4 KV heads", _llama()),
     "small-llama-1h": SmallModel("full attention, one KV head, which every rank of tp2 holds", _llama(num_key_value_heads=1)),
-    "small-mla": SmallModel(
-        "DeepSeek-V2, latent attention (MLA)",
-        {
-            "architectures": ["DeepseekV2ForCausalLM"],
-            "model_type": "deepseek_v2",
-            **_GQA,
-            "num_key_value_heads": 4,
-            "kv_lora_rank": 512,
-            "q_lora_rank": None,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "first_k_dense_replace": 4,
-            "moe_intermediate_size": 128,
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "hidden_act": "silu",
-            **_YARN,
-        },
-        kinds=("layers",),
-        revision=2,
+    "small-mla": SmallModel("DeepSeek-V2, latent attention (MLA)", _mla(), kinds=("layers",), revision=2),
+    "small-mla-128": SmallModel(
+        "the same with heads of 128 channels, for which kernels of GPUs exist", _mla(qk_nope_head_dim=64), kinds=("layers",)
     ),
     "small-mistral": SmallModel(
         "sliding window of 128 tokens in every layer",

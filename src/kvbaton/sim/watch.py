@@ -1,0 +1,262 @@
+"""What a run is held to besides safety: nothing is done twice, nothing waits for a retry without need, counts are true, an end
+names its cause, and nothing is kept that has no bound.
+
+A mistake of this kind loses no byte, so a run goes on when one is seen: it is a finding, and becomes a violation at the end if
+no rule of safety was broken.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sized
+from dataclasses import dataclass, field
+
+from kvbaton.agent.coordinator import Coordinator
+from kvbaton.agent.engine_port import EngineEvent, Landed, SourceEnded, TargetEnded
+from kvbaton.agent.rank import RankAgent
+from kvbaton.agent.rank_orders import CloseCopy, CopyId, MoveSpans, OpenCopy, RankOrder, ReadAux, SumSpans
+from kvbaton.config import HandoffSettings, Limits
+from kvbaton.core.bounded import BoundedMap
+from kvbaton.core.handoff import AuxChannel, HandoffKey, Outcome, Span
+from kvbaton.core.messages import (
+    Announced,
+    AuxSent,
+    ConfirmAsk,
+    Confirmed,
+    Grant,
+    Heartbeat,
+    Message,
+    Prefilled,
+    Release,
+    Stop,
+    Stopped,
+)
+from kvbaton.sim.world import World
+
+__all__ = ["Watch", "kept_for_ever"]
+
+_ANSWER_S = 0.02
+"""How long messages and their answers take at most where no fault disturbs them, a handshake included."""
+
+_EARLY = 0.98
+"""Clocks drift: so much of a wait may be missing."""
+
+_ASKED = {Prefilled: Grant, AuxSent: Grant, Stopped: Stop}
+"""Answers, each with the question that it is sent for, once."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """One hand-off: which sides of it are live, and whether it waits for an engine. If not, only agents bring it forward."""
+
+    sides: set[str] = field(default_factory=set)
+    is_offered: bool = False
+    is_allocated: bool = False
+    over_since: float | None = None
+    """When one side has ended while the other was live: that one has to follow."""
+    last_s: float = 0.0
+
+
+class Watch:
+    """Sees every order, message and event of a run. `is_calm`: no fault strikes, so that nothing is lost, late or repeated."""
+
+    def __init__(
+        self, world: World, limits: Limits, settings: HandoffSettings, *, is_calm: bool, has_area: bool, slowest_s: float
+    ) -> None:
+        self._world = world
+        self._settings = settings
+        self._has_area = has_area
+        self._limits = limits
+        self._is_calm = is_calm
+        self._patient_s = _ANSWER_S + slowest_s
+        self._is_prompt = is_calm and self._patient_s < limits.retry * 0.9
+        self._orders: set[tuple[object, ...]] = set()
+        self._waiting: dict[HandoffKey, _Waiting] = {}
+        self._sent: Counter[tuple[object, ...]] = Counter()
+        self._announced: set[tuple[str, HandoffKey, Span]] = set()
+        self._sent_at: dict[tuple[object, ...], float] = {}
+        self.seen_at: dict[tuple[str, HandoffKey], float] = {}
+        """When an instance last received a message about a hand-off."""
+        self._cancelled: dict[tuple[str, HandoffKey], Outcome] = {}
+
+    # What ranks are ordered to do, and do.
+
+    def on_order(self, name: str, rank: int, order: RankOrder) -> None:
+        """A coordinator sends an order to one of its ranks: not twice, and not without anything in it."""
+        match order:
+            case OpenCopy() | CloseCopy() | ReadAux():
+                self._once((name, rank, type(order).__name__, order.copy))
+            case MoveSpans() | SumSpans():
+                side = order.side if isinstance(order, SumSpans) else None
+                if not order.spans:
+                    self._world.find("nothing twice", f"{name} rank {rank}: {type(order).__name__} without a span")
+                for span in order.spans:
+                    self._once((name, rank, type(order).__name__, side, order.copy, span.number))
+                self.touch(order.copy.key)
+            case _:
+                pass
+
+    def on_cell(self, name: str, copy: CopyId, at: int) -> None:
+        """A cell has arrived in a rank's memory."""
+        self._once((name, copy, at))
+        self.touch(copy.key)
+
+    def _once(self, what: tuple[object, ...]) -> None:
+        if what in self._orders:
+            self._world.find("nothing twice", f"a second time: {what}")
+        self._orders.add(what)
+
+    # Messages.
+
+    def on_sent(self, name: str, peer: str, local_s: float, message: Message) -> None:
+        """An instance sends a message; `local_s` is what its clock shows."""
+        if isinstance(message, Heartbeat):
+            self._check_wait((name, peer, message.from_source, message.live[:1]), local_s, self._limits.beat_s, message)
+            return
+        key = getattr(message, "key", None)
+        if key is None:
+            return
+        self.touch(key)
+        if isinstance(message, Announced):
+            self._announced |= {(name, key, span) for span in message.spans}
+        if not self._is_calm:
+            return
+        kind, grant = type(message), getattr(message, "grant", 0)
+        if isinstance(message, Grant) and not self._sent[Grant, key, grant]:
+            self._check_settings(name, message)
+        self._sent[kind, key, grant] += 1
+        if kind in (Grant, ConfirmAsk, Stop):
+            about = (name, message if isinstance(message, Grant) else (kind, key, grant))
+            self._check_wait(about, local_s, self._limits.retry, message)
+        elif kind in _ASKED and self._sent[kind, key, grant] > self._sent[_ASKED[kind], key, grant]:
+            self._world.find("no needless message", f"{name} answers more often than it is asked: {message}")
+        elif isinstance(message, Announced):
+            for span in message.spans:
+                self._sent[span, key, grant, message.generation] += 1
+                if self._sent[span, key, grant, message.generation] > self._sent[Grant, key, grant]:
+                    self._world.find("no needless message", f"{name} announces again what no target missed: {message}")
+        elif isinstance(message, Confirmed):
+            asked = self._sent[ConfirmAsk, key, grant] or self._sent[Grant, key, grant]
+            if self._sent[kind, key, grant] > asked:
+                self._world.find("no needless message", f"{name} confirms more often than it is asked: {message}")
+        elif isinstance(message, AuxSent) and self._settings.aux_channel is AuxChannel.CONTROL and message.pointer is not None:
+            self._world.find("as set", f"{name}: aux records go in messages here: {message}")
+        elif isinstance(message, Release) and self._sent[kind, key, grant] > 1:
+            self._world.find("no needless message", f"{name} releases again: {message}")
+
+    def _check_settings(self, name: str, grant: Grant) -> None:
+        """The first grant asks for what was set."""
+        set_up = (self._settings.integrity, self._settings.aux_channel if self._has_area else AuxChannel.CONTROL)
+        if (grant.integrity, grant.aux_channel) != set_up:
+            self._world.find("as set", f"{name}: {set_up} is set: {grant}")
+
+    def _check_wait(self, about: tuple[object, ...], local_s: float, wait_s: float, message: Message) -> None:
+        before, self._sent_at[about] = self._sent_at.get(about), local_s
+        if before is not None and local_s - before < wait_s * _EARLY:
+            self._world.find("no needless message", f"again after {local_s - before:.3f} s: {message}")
+
+    def on_received(self, name: str, message: Message) -> None:
+        """An instance receives a message."""
+        if isinstance(message, Heartbeat):
+            self.seen_at |= dict.fromkeys(((name, key) for key, _ in message.live), self._world.now)
+        elif (key := getattr(message, "key", None)) is not None:
+            self.seen_at[name, key] = self._world.now
+            self.touch(key)
+
+    # The engines.
+
+    def submitted(self, key: HandoffKey, side: str) -> None:
+        """An engine has taken a request up."""
+        waiting = self._waiting.setdefault(key, _Waiting())
+        waiting.sides.add(side)
+        waiting.last_s = self._world.now
+
+    def computes(self, key: HandoffKey, *, is_complete: bool) -> None:
+        """The source's engine has computed something, or all of it; or it has to start again."""
+        if (waiting := self._waiting.get(key)) is not None:
+            self.touch(key)
+            waiting.is_offered = is_complete
+
+    def streams(self, name: str, key: HandoffKey, span: Span) -> None:
+        """The source's engine has computed a span, with a grant in hand: by now it is announced."""
+        if (name, key, span) not in self._announced:
+            self._world.find("prompt", f"{name}: {key}: {span} is computed, granted and not announced")
+
+    def allocated(self, key: HandoffKey) -> None:
+        """The target's engine has blocks."""
+        if (waiting := self._waiting.get(key)) is not None:
+            waiting.is_allocated = True
+            waiting.last_s = self._world.now
+
+    def cancels(self, name: str, key: HandoffKey, *, is_ending: bool) -> None:
+        """An engine cancels a hand-off that is live: unless it ends for another reason already, it ends as cancelled."""
+        if not is_ending:
+            self._cancelled.setdefault((name, key), Outcome.CANCELLED)
+
+    def declined(self, key: HandoffKey) -> None:
+        """A target's engine refuses a request: its source has to be notified."""
+        if (waiting := self._waiting.get(key)) is not None:
+            waiting.over_since = self._world.now
+
+    def on_event(self, name: str, event: EngineEvent) -> None:
+        """An engine is notified."""
+        self.touch(event.key)
+        if not isinstance(event, SourceEnded | TargetEnded | Landed):
+            return
+        if isinstance(event, SourceEnded | TargetEnded):
+            expected = self._cancelled.pop((name, event.key), event.outcome)
+            if event.outcome is not expected:
+                self._world.find("named end", f"{name}: {event.key} was cancelled and ended as {event.outcome}")
+            if event.outcome is not Outcome.DELIVERED and not event.reason:
+                self._world.find("named end", f"{name}: {event.key} ended as {event.outcome} without a reason")
+        if (waiting := self._waiting.get(event.key)) is not None:
+            side = "source" if isinstance(event, SourceEnded) else "target"
+            self._check_followed(event.key, waiting, side)
+            waiting.sides.discard(side)
+            if not waiting.sides:
+                del self._waiting[event.key]
+
+    def _check_followed(self, key: HandoffKey, waiting: _Waiting, side: str) -> None:
+        """What has ended at its target ends at its source as soon as that can be notified: with a heartbeat at the latest.
+
+        Not the other way round: a source that ends before it has the grant does not know its target.
+        """
+        if waiting.over_since is not None and side == "source" and side in waiting.sides and self._is_prompt:
+            waited_s = self._world.now - waiting.over_since
+            if waited_s > self._patient_s + self._limits.beat_s:
+                self._world.find("prompt", f"{key}: the {side} ended {waited_s:.3f} s after the other side")
+        waiting.over_since = self._world.now if len(waiting.sides) > 1 else None
+
+    def touch(self, key: HandoffKey) -> None:
+        """Something was done for a hand-off. Unless an engine was waited for, something was done just before, too."""
+        if not self._is_prompt or (waiting := self._waiting.get(key)) is None:
+            return
+        waited_s, waiting.last_s = self._world.now - waiting.last_s, self._world.now
+        if waiting.is_offered and waiting.is_allocated and waited_s > self._patient_s:
+            self._world.find("prompt", f"{key}: for {waited_s:.3f} s nothing was done, although nothing was lost")
+
+
+_LASTING = frozenset({"effects", "late_total", "failures_total", "aux_fallbacks_total", "dropped_total", "_free", "_instance"})
+"""What is no memory of hand-offs, although it has a length."""
+
+_SESSIONS = frozenset({"_cards", "_routes", "_region_epochs"})
+"""What is kept of peers, bounded by their number."""
+
+
+def kept_for_ever(coordinator: Coordinator, agents: list[RankAgent]) -> Iterator[str]:
+    """What an instance without hand-offs keeps although nothing bounds it: each is a leak."""
+    source, target = coordinator.source, coordinator.target
+    parts: list[object] = [source, target, target.card_requests, target.decline_notices, *agents]
+    parts += [part for each in parts for part in vars(each).values() if type(part).__module__.startswith("kvbaton.agent")]
+    for part in {id(part): part for part in parts}.values():
+        if part is coordinator or not hasattr(part, "__dict__"):
+            continue
+        for name, value in vars(part).items():
+            is_bounded = isinstance(value, BoundedMap) and name not in ("_waiting", "_dialled")
+            is_memory = isinstance(value, dict | set | list | deque | BoundedMap)
+            if is_memory and isinstance(value, Sized) and not is_bounded and name not in _LASTING | _SESSIONS and value:
+                yield f"{type(part).__name__}.{name}: {len(value)}"
+    if target.quarantined_blocks:
+        yield f"TargetSide.quarantined_blocks: {target.quarantined_blocks}"
+    if parked := vars(source)["_parked"]:
+        yield f"SourceSide._parked: {parked}"

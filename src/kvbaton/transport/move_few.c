@@ -1,0 +1,23 @@
+/* A small batch, checked and copied in one call: handing it to another thread would cost more than its bytes do. */
+#include <stdint.h>
+#include <string.h>
+
+#define MOST_RUNS 512
+
+int check_runs(const uint64_t *runs, long row, long column, long count, uint64_t source_bytes, uint64_t target_bytes,
+               uint64_t *own);
+
+/* Tells how many bytes were copied; 0, and nothing was, unless the runs are few, of at most `most_bytes`, and pass the checks of
+   `check_runs`: everything else is left to those who can name what is wrong. */
+uint64_t move_few(char *target, uint64_t target_bytes, const char *source, uint64_t source_bytes, const uint64_t *runs, long row,
+                  long column, long count, uint64_t most_bytes) {
+    uint64_t own[3 * MOST_RUNS], left = most_bytes;
+    if (count > MOST_RUNS || !check_runs(runs, row, column, count, source_bytes, target_bytes, own)) return 0;
+    const uint64_t *sources = own, *targets = own + count, *sizes = own + 2 * count;
+    for (long run = 0; run < count; run++) {
+        if (sizes[run] > left) return 0;
+        left -= sizes[run];
+    }
+    for (long run = 0; run < count; run++) memcpy(target + targets[run], source + sources[run], sizes[run]);
+    return most_bytes - left;
+}
