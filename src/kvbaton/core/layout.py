@@ -167,6 +167,11 @@ class Group(msgspec.Struct, frozen=True):
         return self.block_tokens == 0
 
     @property
+    def moves_pages(self) -> bool:
+        """Whether a window is moved from the start of a block on; the groups of a draft model are called after their kind."""
+        return self.kind.startswith(SLIDING_PAGES)
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of one token (or state) in one layer, all planes and heads of this rank."""
         return sum(plane.token_bytes for plane in self.planes)
@@ -181,7 +186,7 @@ class Group(msgspec.Struct, frozen=True):
             first_token = max(first_token, total_tokens - self.window)
         if first_token >= end_token:
             return end_token, end_token
-        if self.kind == SLIDING_PAGES:
+        if self.moves_pages:
             first_token = first_token // self.block_tokens * self.block_tokens
         # Where ranks take turns, a block of this rank spans the tokens of all ranks' blocks.
         turns = self.tokens.size if self.tokens.interleave else 1

@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from kvbaton.core.layout import SLIDING_PAGES, Group, HeadRange, Layout, Plane
+from kvbaton.core.layout import Group, HeadRange, Layout, Plane
 from kvbaton.errors import Incompatible
 
 __all__ = [
@@ -162,7 +162,7 @@ def _check_group(index: int, source: Group, target: Group) -> None:
     where = f"layout group {index} ({target.kind})"
     if source.is_state != target.is_state:
         raise Incompatible(f"{where} block_tokens", target.block_tokens, source.block_tokens)
-    if target.kind == SLIDING_PAGES:
+    if target.moves_pages:
         # The first block of a window is moved whole, and a source with smaller blocks may not have all of it.
         _check_fields(where, source, target, ("block_tokens",))
     if len(source.planes) != len(target.planes):

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvbaton.core.layout import FULL, MLA, SLIDING, HeadRange
+from kvbaton.core.layout import FULL, MLA, SLIDING_PAGES, HeadRange
 from kvbaton.core.topology import head_range
 from kvbaton.engines.vllm.tensors import LayerSpec, StatePart
 from kvbaton.errors import ConfigError
@@ -20,7 +20,8 @@ __all__ = ["STATE", "CutFacts", "TokenCounts", "layer_specs", "token_counts"]
 STATE = "state"
 """The kind of a group that keeps one state per request."""
 
-_KINDS = {"FullAttentionSpec": FULL, "MLAAttentionSpec": MLA, "SlidingWindowSpec": SLIDING, "MambaSpec": STATE}
+# The first block of a window is moved whole: vLLM enters it into its prefix cache, and another prompt may need all of it.
+_KINDS = {"FullAttentionSpec": FULL, "MLAAttentionSpec": MLA, "SlidingWindowSpec": SLIDING_PAGES, "MambaSpec": STATE}
 _QUANTIZED = ("NONE", "FP8_PER_TENSOR")
 """Without scales, or with those of the model's weights, which the fingerprint covers."""
 _MAMBA2 = "MAMBA2"
@@ -132,7 +133,7 @@ def _layer_spec(number: int, name: str, spec: Any, facts: CutFacts) -> LayerSpec
     is_draft = _is_draft(name, facts)
     if kind == STATE:
         return LayerSpec(0, kind=kind, block_list=number, is_draft=is_draft, states=_states(name, spec, facts))
-    window = spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0) if kind == SLIDING else 0
+    window = spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0) if kind == SLIDING_PAGES else 0
     heads, total = _heads(spec.num_kv_heads, facts.draft_heads if is_draft else facts.total_heads, kind, facts)
     # A draft's groups have names of their own, so that a peer without them is refused by those names.
     return LayerSpec(spec.block_size, heads, total, f"{kind} draft" if is_draft else kind, number, window, is_draft)

@@ -8,14 +8,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 
 import pytest
-from test_ranks_together import Workers, hand_over
-from test_shaped_caches import block_lists, expected
+from test_ranks_together import TOKENS, Workers, hand_over
+from test_shaped_caches import Instance, block_lists, expected
 from vllm_rig import LAYERS, ScriptedPort, key_of, layer_groups
 
 from kvbaton.agent.engine_port import Allocation, SourceRequest, TargetEnded
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Aux, Mode, Outcome
+from kvbaton.core.layout import SLIDING, SLIDING_PAGES
+from kvbaton.core.pair import pair_layouts
+from kvbaton.core.plan import plan_runs
 from kvbaton.core.timeline import Side
+from kvbaton.core.topology import Shape
+from kvbaton.engines.vllm import specs
 from kvbaton.engines.vllm.computed_spans import ComputedSpans
 from kvbaton.engines.vllm.device import BlockRows, DeviceEvent, HostDevice, OpenGate, QueueGate, QueueingDevice
 from kvbaton.engines.vllm.orders import (
@@ -321,3 +326,25 @@ def test_ranks_on_devices_hand_over(shapes: tuple[str, str], mode: Mode) -> None
     finally:
         for each in reversed(made):
             each.close()
+
+
+class PlainDevice(MainMemoryQueue):
+    """One that keeps tokens in the order of their shape, as GPUs do: single tokens can be moved."""
+
+    reorders_blocks = False
+
+
+@pytest.mark.parametrize("kind", [SLIDING_PAGES, SLIDING])
+def test_blocks_of_a_window_arrive_whole_where_tokens_could_be_moved_singly(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM caches each of them as a prefix of other prompts. With the other kind, the control, one is filled in part only."""
+    monkeypatch.setitem(specs._KINDS, "SlidingWindowSpec", kind)
+    monkeypatch.setattr(specs, "SLIDING_PAGES", kind)
+    made = [Instance("windows", Shape(), seed=seed, device=PlainDevice) for seed in (7, None)]
+    source, target = (each.caches.layouts[0] for each in made)
+    group = next(each for each in target.groups if each.window)
+    first, end = group.needed(0, TOKENS, TOKENS)
+    assert end == TOKENS
+    assert (first % group.block_tokens == 0) is (kind == SLIDING_PAGES)
+    assert first <= TOKENS - group.window
+    runs = plan_runs(pair_layouts(source, target), block_lists("windows"), block_lists("windows"), 0, TOKENS)
+    assert runs.shape[0] > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvbaton.core.pair import Share, pair_layouts
 from kvbaton.core.plan import plan_runs
 from kvbaton.core.topology import RankAt, Shape
 from kvbaton.engines.vllm.controls import share_filter
+from kvbaton.engines.vllm.device import EngineDevice, HostDevice
 from kvbaton.engines.vllm.settings import ConnectorSettings
 from kvbaton.engines.vllm.specs import CutFacts, layer_specs, token_counts
 from kvbaton.engines.vllm.tensors import InstanceCaches, RegisteredCache, instance_caches, read_tensors
@@ -79,7 +81,15 @@ def dense_cache(heads: int) -> Array:
 class Instance:
     """One instance of a model: its ranks' arrays, filled with what the whole model would have there."""
 
-    def __init__(self, model: str, shape: Shape, *, seed: int | None, draft: bool = False) -> None:
+    def __init__(
+        self,
+        model: str,
+        shape: Shape,
+        *,
+        seed: int | None,
+        draft: bool = False,
+        device: Callable[[], EngineDevice] = HostDevice,
+    ) -> None:
         self.model, self.shape = model, shape
         self.arrays: list[dict[str, Array]] = []
         self.registered: list[RegisteredCache] = []
@@ -87,7 +97,8 @@ class Instance:
             groups, arrays = self._rank(at, draft)
             specs = layer_specs(SimpleNamespace(kv_cache_groups=groups), self._facts(at, draft))
             self.arrays.append(arrays)
-            self.registered.append(RegisteredCache(read_tensors({name: Tensor(each) for name, each in arrays.items()}), specs))
+            tensors = read_tensors({name: Tensor(each) for name, each in arrays.items()})
+            self.registered.append(RegisteredCache(tensors, specs, device()))
         self.caches: InstanceCaches = instance_caches(shape, [each.caches for each in self.registered])
         if seed is not None:
             self._fill(seed)
