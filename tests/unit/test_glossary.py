@@ -51,7 +51,8 @@ def test_each_message_is_named(tag: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [layout.FULL, layout.SLIDING, layout.SLIDING_PAGES, layout.MLA, layout.INDEX, layout.CONV, layout.SSM]
+    "kind",
+    [layout.FULL, layout.SLIDING, layout.SLIDING_PAGES, layout.CHUNKED, layout.MLA, layout.INDEX, layout.CONV, layout.SSM],
 )
 def test_each_kind_of_group_is_named(kind: str) -> None:
     assert kind in [term.lower() for term in _TERMS] or f"`{kind}`" in _PAGE

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 __all__ = [
+    "CHUNKED",
     "CONV",
     "FULL",
     "INDEX",
@@ -48,6 +49,8 @@ SLIDING = "sliding"
 SLIDING_PAGES = "sliding pages"
 """The same, from the start of the block on in which the window starts: for engines whose prefix cache keeps such a block whole,
 and reads all of it for a later, shorter prompt."""
+CHUNKED = "chunked local"
+"""Keys and values of the tokens that are in the same chunk as the next one, from the start of a block on, too."""
 MLA = "mla"
 """The compressed keys and values of multi-head latent attention."""
 INDEX = "index"
@@ -145,7 +148,8 @@ class Group(msgspec.Struct, frozen=True):
     """Layers that share one block table.
 
     A block holds `block_tokens` tokens, in kernel pages of `page_tokens` each; with 0 it holds the state of a whole request,
-    and each request has one. Only the last `window` tokens of a sequence are needed, or all with 0.
+    and each request has one. Only the last `window` tokens of a sequence are needed, or all with 0; of kind `chunked local`,
+    those after the last multiple of it.
     With `whole_blocks` only the engine knows the order inside a block (vLLM's CPU kernels reorder it), so blocks are never
     moved in part; the strides then only state which bytes a block has. Where each head has a piece of the block to itself
     (`has_outer_heads`), the order is the head's own, and heads are moved one by one, whole.
@@ -169,7 +173,7 @@ class Group(msgspec.Struct, frozen=True):
     @property
     def moves_pages(self) -> bool:
         """Whether a window is moved from the start of a block on; the groups of a draft model are called after their kind."""
-        return self.kind.startswith(SLIDING_PAGES)
+        return self.kind.startswith((SLIDING_PAGES, CHUNKED))
 
     @property
     def token_bytes(self) -> int:
@@ -183,7 +187,9 @@ class Group(msgspec.Struct, frozen=True):
     def needed(self, first_token: int, end_token: int, total_tokens: int) -> tuple[int, int]:
         """Which of these tokens have to be moved: those in the window, rounded out where blocks are moved whole."""
         if self.window:
-            first_token = max(first_token, total_tokens - self.window)
+            is_chunked = self.kind.startswith(CHUNKED)
+            start = total_tokens // self.window * self.window if is_chunked else total_tokens - self.window
+            first_token = max(first_token, start)
         if first_token >= end_token:
             return end_token, end_token
         if self.moves_pages:

@@ -10,7 +10,7 @@ from caches import compact_group, element_offset, reshaped
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbaton.core.layout import SLIDING_PAGES, Axis, Group, HeadRange, Layout, TokenSplit
+from kvbaton.core.layout import CHUNKED, SLIDING_PAGES, Axis, Group, HeadRange, Layout, TokenSplit
 
 dimensions = st.integers(1, 3)
 groups = st.builds(compact_group, dimensions, dimensions, dimensions, dimensions, dimensions, dimensions)
@@ -93,4 +93,19 @@ def test_blocks_that_are_moved_whole_are_needed_to_their_edges() -> None:
 )
 def test_a_window_of_whole_pages_begins_with_a_page(tokens: tuple[int, int, int], needed: tuple[int, int]) -> None:
     group = msgspec.structs.replace(compact_group(), kind=SLIDING_PAGES, window=3)
+    assert group.needed(*tokens) == needed
+
+
+@pytest.mark.parametrize(
+    ("tokens", "needed"),
+    [
+        ((0, 9, 9), (4, 9)),  # the chunk of the next token begins at 6, the block at 4
+        ((0, 12, 12), (12, 12)),  # the next token begins a chunk
+        ((0, 4, 9), (4, 4)),
+        ((0, 5, 5), (0, 5)),
+        ((0, 14, 14), (12, 14)),
+    ],
+)
+def test_of_chunks_only_that_of_the_next_token_is_needed(tokens: tuple[int, int, int], needed: tuple[int, int]) -> None:
+    group = msgspec.structs.replace(compact_group(), kind=CHUNKED, window=6)
     assert group.needed(*tokens) == needed

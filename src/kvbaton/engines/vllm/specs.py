@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvbaton.core.layout import FULL, MLA, SLIDING_PAGES, HeadRange
+from kvbaton.core.layout import CHUNKED, FULL, MLA, SLIDING_PAGES, HeadRange
 from kvbaton.core.topology import head_range
 from kvbaton.engines.vllm.tensors import LayerSpec, StatePart
 from kvbaton.errors import ConfigError
@@ -21,7 +21,13 @@ STATE = "state"
 """The kind of a group that keeps one state per request."""
 
 # The first block of a window is moved whole: vLLM enters it into its prefix cache, and another prompt may need all of it.
-_KINDS = {"FullAttentionSpec": FULL, "MLAAttentionSpec": MLA, "SlidingWindowSpec": SLIDING_PAGES, "MambaSpec": STATE}
+_KINDS = {
+    "FullAttentionSpec": FULL,
+    "MLAAttentionSpec": MLA,
+    "SlidingWindowSpec": SLIDING_PAGES,
+    "ChunkedLocalAttentionSpec": CHUNKED,
+    "MambaSpec": STATE,
+}
 _QUANTIZED = ("NONE", "FP8_PER_TENSOR")
 """Without scales, or with those of the model's weights, which the fingerprint covers."""
 _MAMBA2 = "MAMBA2"
@@ -84,7 +90,7 @@ def token_counts(kv_cache_config: Any, step_tokens: int) -> TokenCounts:
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     states = [spec for spec in specs if _kind_name(spec) == "MambaSpec"]
     others = [spec for spec in specs if _kind_name(spec) != "MambaSpec"]
-    windows = [_first(spec).sliding_window if _kind_name(spec) == "SlidingWindowSpec" else 0 for spec in others]
+    windows = [_reach(_first(spec)) for spec in others]
     return TokenCounts(
         sizes=tuple(spec.block_size for spec in others),
         windows=tuple(window and window + step_tokens for window in windows),
@@ -108,6 +114,13 @@ def _of_layer(spec: Any, name: str) -> Any:
     return spec if several is None else several[name]
 
 
+def _reach(spec: Any) -> int:
+    """How many tokens an attention with a window, or in chunks, looks back to; 0 for all."""
+    names = {"SlidingWindowSpec": "sliding_window", "ChunkedLocalAttentionSpec": "attention_chunk_size"}
+    name = names.get(type(spec).__name__)
+    return int(getattr(spec, name)) if name else 0
+
+
 def _first(spec: Any) -> Any:
     several: Mapping[str, Any] = getattr(spec, "kv_cache_specs", None) or {"": spec}
     return next(iter(several.values()))
@@ -121,8 +134,8 @@ def _layer_spec(number: int, name: str, spec: Any, facts: CutFacts) -> LayerSpec
     kind = _KINDS.get(type(spec).__name__)
     if kind is None:
         raise ConfigError(
-            f"the cache of {name} is a {type(spec).__name__}; full attention, sliding windows, MLA and Mamba states can be"
-            " handed over so far"
+            f"the cache of {name} is a {type(spec).__name__}; full and chunked local attention, sliding windows, MLA and Mamba"
+            " states can be handed over so far"
         )
     mode = getattr(getattr(spec, "kv_quant_mode", None), "name", _QUANTIZED[0])
     if mode not in _QUANTIZED:
@@ -133,7 +146,7 @@ def _layer_spec(number: int, name: str, spec: Any, facts: CutFacts) -> LayerSpec
     is_draft = _is_draft(name, facts)
     if kind == STATE:
         return LayerSpec(0, kind=kind, block_list=number, is_draft=is_draft, states=_states(name, spec, facts))
-    window = spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0) if kind == SLIDING_PAGES else 0
+    window = spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0) if kind == SLIDING_PAGES else _reach(spec)
     heads, total = _heads(spec.num_kv_heads, facts.draft_heads if is_draft else facts.total_heads, kind, facts)
     # A draft's groups have names of their own, so that a peer without them is refused by those names.
     return LayerSpec(spec.block_size, heads, total, f"{kind} draft" if is_draft else kind, number, window, is_draft)

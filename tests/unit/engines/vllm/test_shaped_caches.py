@@ -26,7 +26,7 @@ from kvbaton.errors import ConfigError, Incompatible
 from model_cuts import stage_layers
 
 BLOCK_TOKENS, BLOCKS, HEAD = 4, 6, 6
-LAYERS, HEADS, WINDOW = 5, 4, 5
+LAYERS, HEADS, WINDOW, CHUNK = 5, 4, 5, 6
 STATE_HEADS, STATE_HEAD, STATE_SIZE, TAPS = 4, 3, 2, 3
 Array = npt.NDArray[Any]
 
@@ -48,6 +48,10 @@ class MambaSpec(SimpleNamespace):
 
 
 class ChunkedLocalAttentionSpec(SimpleNamespace):
+    pass
+
+
+class CrossAttentionSpec(SimpleNamespace):
     pass
 
 
@@ -117,9 +121,11 @@ class Instance:
             full = attention(MLAAttentionSpec, 1)
         arrays |= {name: dense_cache(1 if self.model == "mla" else heads) for name in named}
         groups = [SimpleNamespace(layer_names=list(named), kv_cache_spec=full)]
-        if self.model == "windows":
+        if self.model in ("windows", "chunks"):
             odd = [name for name, layer in named.items() if layer % 2]
             window = attention(SlidingWindowSpec, heads, sliding_window=WINDOW + 1)
+            if self.model == "chunks":
+                window = attention(ChunkedLocalAttentionSpec, heads, attention_chunk_size=CHUNK)
             groups = [
                 SimpleNamespace(layer_names=[name for name in named if name not in odd], kv_cache_spec=full),
                 SimpleNamespace(layer_names=odd, kv_cache_spec=window),
@@ -199,13 +205,13 @@ def card_of(instance: Instance) -> Any:
 
 
 SHAPES = ["tp1", "tp2", "tp4", "pp2", "pp3", "pp2,tp2"]
-MODELS = ["full", "mla", "windows", "mamba", "mamba2g"]
-LISTS = {"full": 1, "mla": 1, "windows": 2, "mamba": 2, "mamba2g": 2}
+MODELS = ["full", "mla", "windows", "chunks", "mamba", "mamba2g"]
+LISTS = {"full": 1, "mla": 1, "windows": 2, "chunks": 2, "mamba": 2, "mamba2g": 2}
 
 
 def block_lists(model: str) -> tuple[tuple[int, ...], ...]:
-    """Blocks of 10 tokens; of a window, the first is gone; a state has one."""
-    if model == "windows":
+    """Blocks of 10 tokens; of a window or a chunk, the first is gone; a state has one."""
+    if model in ("windows", "chunks"):
         return ((1, 3, 5), (0, 2, 4))
     return ((1, 3, 5), (4,))[: LISTS[model]]
 
@@ -286,8 +292,8 @@ def test_an_instance_that_keeps_its_draft_layers_fits_one_that_has_none() -> Non
 
 
 def test_an_unknown_kind_of_cache_is_refused_by_name() -> None:
-    group = SimpleNamespace(layer_names=["a"], kv_cache_spec=attention(ChunkedLocalAttentionSpec, 1))
-    with pytest.raises(ConfigError, match="the cache of a is a ChunkedLocalAttentionSpec"):
+    group = SimpleNamespace(layer_names=["a"], kv_cache_spec=attention(CrossAttentionSpec, 1))
+    with pytest.raises(ConfigError, match="the cache of a is a CrossAttentionSpec"):
         layer_specs(SimpleNamespace(kv_cache_groups=[group]), CutFacts(0, 1, 1))
 
 
@@ -312,4 +318,6 @@ def test_models_with_windows_or_states_hand_over_one_token_less() -> None:
     assert counts(full, state(1, 1)).handed(1) == 0
     assert counts(full).blocks(10) == 3
     assert counts(full, window).blocks(100) == 25 + 7
+    chunks = attention(ChunkedLocalAttentionSpec, 1, attention_chunk_size=8)
+    assert (counts(full, chunks).handed(10), counts(full, chunks).blocks(100)) == (9, 25 + 7)
     assert counts(state(1, 1)).blocks(100) == 1
