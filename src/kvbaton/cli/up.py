@@ -76,7 +76,7 @@ def up(
     verbose
         show everything that the parts log.
     """
-    from kvbaton.config import CLUSTER_KEY_VARIABLE, parse_trust
+    from kvbaton.config import CLUSTER_KEY_VARIABLE, TLS_DIR_VARIABLE, parse_trust
     from kvbaton.engines.base import EngineOptions, pair_parts
     from kvbaton.engines.table import find_engine
     from kvbaton.errors import ConfigError
@@ -103,6 +103,10 @@ def up(
         console = Console(file=cast("IO[str]", output))
         progress = partial(console.print, style="dim", highlight=False, markup=False, soft_wrap=True)
         served = plugin.check(sides[0], sides[1], progress).name
+        if ray and tls_dir is not None:
+            raise ConfigError(
+                f"--encrypt, or {TLS_DIR_VARIABLE}, with --ray: replicas of Ray are not encrypted so far; leave one out"
+            )
         if ray:
             counted = [(prefill, prefill_shape), (decode, decode_shape)]
             return _up_on_ray(console, engine, replace(options, served_name=served), counted, host, port)

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.config import CLUSTER_KEY_VARIABLE
+from kvbaton.config import CLUSTER_KEY_VARIABLE, TLS_DIR_VARIABLE
 from kvbaton.core.addresses import in_url
 from kvbaton.discovery.advertise import is_wildcard
 from kvbaton.engines.base import LOOPBACK, EngineOptions
@@ -138,6 +138,8 @@ def application(settings: RaySettings | Mapping[str, Any]) -> Any:
         raise ConfigError(f"Ray Serve is not installed ({error}); pip install 'kvbaton[ray]'") from error
     if not isinstance(settings, RaySettings):
         settings = _read(settings)
+    if os.environ.get(TLS_DIR_VARIABLE):
+        raise ConfigError(f"{TLS_DIR_VARIABLE} is set: replicas on Ray are not encrypted so far; unset it to run them without")
     plugin = find_engine(settings.engine)
     key = os.environ.get(CLUSTER_KEY_VARIABLE) or new_cluster_key()
     sides = {"prefill": settings.prefill, "decode": settings.decode}

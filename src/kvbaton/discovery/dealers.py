@@ -86,7 +86,7 @@ class TlsDealer:
         host, _, port = router.rpartition(":")
         self._host, self._port, self._name = host.strip("[]"), int(port), router
         limits = DoorLimits(connections=16, frame_bytes=_MAX_ANSWER_BYTES)
-        self._door = Door(limits, self._on_end, tls=cluster_tls(tls_dir))
+        self._door = Door(limits, self._on_end, on_open=self._on_open, tls=cluster_tls(tls_dir))
         self._lookups = Lookups()
         self._connection: PeerConnection | None = None
         self._retry_at = 0.0
@@ -134,6 +134,10 @@ class TlsDealer:
                 self._connection = self._door.dial(found.family, found.address, self._name)
             except OSError:
                 return
+
+    def _on_open(self, connection: PeerConnection) -> None:
+        """The router has shown its certificate: from now on the connection may last."""
+        self._door.admit(connection)
 
     def _on_end(self, _connection: PeerConnection, cause: EndCause, detail: str) -> None:
         self._connection = None

@@ -121,6 +121,8 @@ class Watch:
             self._announced |= {(name, key, span) for span in message.spans}
         if not self._is_calm:
             return
+        # By pair: clients may give one transfer id to two pairs, and each numbers its grants.
+        key = (frozenset((name.partition("#")[0], peer)), key)
         kind, grant = type(message), getattr(message, "grant", 0)
         if isinstance(message, Grant) and not self._sent[Grant, key, grant]:
             self._check_settings(name, message)

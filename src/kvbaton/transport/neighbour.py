@@ -15,6 +15,7 @@ import resource
 import select
 import socket
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -240,6 +241,7 @@ class NeighbourWatch:
     def __init__(self, neighbour: Neighbour) -> None:
         self._neighbour = neighbour
         self._poll = select.poll()
+        self._lock = threading.Lock()
         try:
             self._fd = os.pidfd_open(neighbour.pid)
         except OSError:
@@ -257,7 +259,10 @@ class NeighbourWatch:
         """Raise PeerLost unless this very process is alive."""
         if self._fd < 0:
             self._neighbour.confirm()
-        elif self._poll.poll(0):
+            return
+        with self._lock:  # agents of one process share a watch, and two threads must not poll at once
+            is_gone = bool(self._poll.poll(0))
+        if is_gone:
             raise PeerLost(f"process {self._neighbour.pid} is gone")
 
     def __del__(self) -> None:

@@ -139,7 +139,7 @@ class ClusterTls:
         self._stamp = stamp
         try:
             self._server, self._client, self.valid_until = _load(self.folder)
-        except ConfigError as error:
+        except (ConfigError, OSError) as error:
             self.failed_loads_total += 1
             _log.error("the certificates stay as they were (valid until %s): %s", self.valid_until, error)
         else:
@@ -258,13 +258,15 @@ def _context(folder: Path, protocol: int) -> ssl.SSLContext:
             raise ConfigError(f"tls_dir {folder}: {path.name}: {error.strerror}; {_FOLLOW}") from error
     try:
         context.load_verify_locations(authorities)
-    except ssl.SSLError as error:
-        raise ConfigError(f"tls_dir {folder}: {authorities.name} holds no certificate ({error.reason}); {_FOLLOW}") from error
+    except OSError as error:  # also SSLError; the file may go, or change, after it was read
+        reason = getattr(error, "reason", None) or error.strerror
+        raise ConfigError(f"tls_dir {folder}: {authorities.name} holds no certificate ({reason}); {_FOLLOW}") from error
     try:
         # The password of a key that has one would be asked for on a terminal.
         context.load_cert_chain(certificate, key, password=lambda: "")
-    except ssl.SSLError as error:
-        what = f"{certificate.name} and {key.name} are no certificate and its key ({error.reason or 'PEM'})"
+    except OSError as error:
+        reason = getattr(error, "reason", None) or error.strerror or "PEM"
+        what = f"{certificate.name} and {key.name} are no certificate and its key ({reason})"
         raise ConfigError(f"tls_dir {folder}: {what}; {_FOLLOW}") from error
     return context
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvbaton.discovery.announcer import Announcer, ThreadAnnouncer
+from kvbaton.discovery.dealers import TlsDealer
 from kvbaton.discovery.listener import Listener
 from kvbaton.discovery.messages import Cause, InstanceType, Registration, TransferMode
 from kvbaton.discovery.registry import Registry
@@ -99,3 +100,15 @@ def test_keys_rotate_while_an_instance_is_registered(tmp_path: Path) -> None:
         now[0] += 2
         with ThreadAnnouncer(INSTANCE, [router], 0.1, tls_dir=tmp_path):
             wait_until(lambda: count(registry) == 1, "it is registered with the new one")
+
+
+def test_a_dealer_keeps_its_connection_when_the_handshake_is_over() -> None:
+    """One that is not admitted would be ended when the time for a handshake is over, and dialled anew for ever."""
+    with listening(our_tls()) as (_, _, router):
+        dealer = TlsDealer(router, our_tls().folder)
+        try:
+            wait_until(lambda: dealer.send(b"x"), "it is connected")
+            assert dealer._connection is not None
+            assert dealer._connection.is_known
+        finally:
+            dealer.close()

@@ -88,6 +88,8 @@ class WorkerInstance:
         hands_drafts = settings.draft == DRAFTS[0]
         self.caches: InstanceCaches = instance_caches(exchange.shape, [each.caches for each in described], hands_drafts)
         self.has_drafts = hands_drafts and any(layer.is_draft for layer in cache.caches.layers)
+        drafts = [layer for each in described for layer in each.caches.layers if layer.is_draft]
+        self._has_drafts_anywhere = hands_drafts and bool(drafts)
         self.info = HandoffInfo(settings.control_address, self._incarnation, self._shape.tp, dp.rank)
         self.driver: Driver | None = None
         self._loop: RankLoop | None = None
@@ -153,6 +155,7 @@ class WorkerInstance:
             driver.engine_is_busy,
             self._gate,
             reached,
+            has_drafts=self._has_drafts_anywhere,
         )
         if isinstance(self._links, FirstRankLinks):
             self._links.start(partial(_take, spans, reached))

@@ -139,6 +139,8 @@ def read_handoff(
         return None
     key = HandoffKey(asked.transfer_id, prompt, sample)
     problem = key_problem(key) or ("" if request.prompt_token_ids else "a prompt without token ids cannot be handed off")
+    if getattr(request, "resumable", False):
+        problem = problem or "a request whose prompt comes in parts cannot be handed off"
     if isinstance(asked, TargetParams) and sources is not None:
         problem = problem or sources.refusal(asked) or ""
     if problem:
@@ -190,7 +192,7 @@ def shorten_prompt(request: Any, tokens: int) -> None:
     sliding window, vLLM keeps the blocks that the token after the last computed one looks back to, and gives the others away
     before it asks what becomes of them: had it computed the whole prompt, one block could be missing.
     """
-    del request.prompt_token_ids[tokens:]
+    request.prompt_token_ids = request.prompt_token_ids[:tokens]  # a new list: in one process, others may have the old one
     del request._all_token_ids[tokens:]  # noqa: SLF001
     request.num_prompt_tokens = tokens
     request.max_tokens = 1

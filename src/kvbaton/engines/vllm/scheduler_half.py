@@ -170,11 +170,11 @@ class SchedulerHalf:
             return
         problem = self._problem(requested)
         if not problem and requested.source is not None and requested.key is not None:
-            tokens = self._counts.handed(request.num_prompt_tokens)
+            tokens = self._source_tokens(request)
             self._sources[request.request_id] = _ScheduledSource(request, requested.key, requested.source, tokens)
             self._unstepped[request.request_id] = requested.key
             self._orders.append(SourceBegins(request.request_id, requested.key, prompt_digest(request)))
-            if self._counts.backoff and tokens and not request.skip_reading_prefix_cache:
+            if self._counts.backoff and tokens:
                 shorten_prompt(request, tokens)
             return
         if requested.wanted is not None and is_refused(request):
@@ -186,6 +186,11 @@ class SchedulerHalf:
         self._targets[request.request_id] = target
         if target.wanted is not None:
             self._orders.append(TargetBegins(request.request_id, target.wanted))
+
+    def _source_tokens(self, request: EngineRequest) -> int:
+        """How many tokens a source hands over. Nothing, where its prompt must be one token shorter and cannot be."""
+        is_whole = request.skip_reading_prefix_cache or getattr(request, "prompt_embeds", None) is not None
+        return 0 if self._counts.backoff and is_whole else self._counts.handed(request.num_prompt_tokens)
 
     def _problem(self, requested: RequestedHandoff) -> str:
         """Why a hand-off cannot be: its request waits for a load that fails, whichever side it asked to be."""
@@ -322,7 +327,8 @@ class SchedulerHalf:
             self._orders.append(SourceCancels(request.request_id, source.key))
             return True, None
         if not source.tokens:
-            # A prompt of one token, where one less is handed over: the target knows that too, and computes it.
+            # A prompt of one token, where one less is handed over: the target knows that too, and computes it. Or one that had
+            # to be computed whole: its target computes all of it too, or its load fails.
             self._orders.append(SourceCancels(request.request_id, source.key))
             return True, answer_params(source.params, self._info)
         first = next(iter(request.output_token_ids), 0)

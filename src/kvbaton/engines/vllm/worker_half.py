@@ -31,6 +31,7 @@ from kvbaton.agent.engine_port import (
     HandoffPort,
     HandoffStats,
     Landed,
+    Offer,
     SourceEnded,
     TargetEnded,
 )
@@ -125,8 +126,11 @@ class WorkerHalf:
         busy: Callable[[bool], None] = lambda _: None,
         gate: Gate | None = None,
         reached: ReachedSteps | None = None,
+        *,
+        has_drafts: bool = False,
     ) -> None:
         self._port = port
+        self._has_drafts = has_drafts
         self._gate = gate or OpenGate()
         self._reached = reached or ReachedSteps()
         self._spans = spans
@@ -289,8 +293,16 @@ class WorkerHalf:
     def _offer(self, order: SourceOffers) -> None:
         key = order.offer.key
         if self._keep(order.request_id, key):
-            self._spans.complete(key)
-            self._port.offer(replace(order.offer, blocks=self._lists(order.offer.blocks)))
+            offer = replace(order.offer, blocks=self._lists(order.offer.blocks))
+            if self._has_drafts:
+                # vLLM has the sampled token, but drafts afterwards: those layers may still be queued.
+                self._gate.when_computed(partial(self._complete, offer), partial(self._give_up, [key]))
+            else:
+                self._complete(offer)
+
+    def _complete(self, offer: Offer) -> None:
+        self._spans.complete(offer.key)
+        self._port.offer(offer)
 
     def _keep(self, request_id: str, key: HandoffKey) -> bool:
         """vLLM keeps the blocks from now on; whether there is still a hand-off to keep them for."""

@@ -235,7 +235,7 @@ class RegionServer:
                 if key.fd == self._stopping.fd:
                     return
                 if not isinstance(key.data, _Reader):
-                    self._accept()
+                    self._accept_guarded()
                 elif key.data in self._readers:  # not one whose place was taken by a connection of the same turn
                     self._serve(key.data)
             self._expire(time.monotonic())
@@ -246,6 +246,14 @@ class RegionServer:
         if self._accept_at > now:
             deadlines.append(self._accept_at)
         return min(IDLE_S, max(0.0, min(deadlines, default=now + IDLE_S) - now))
+
+    def _accept_guarded(self) -> None:
+        """No connection, whatever it does, ends this thread."""
+        try:
+            self._accept()
+        except Exception:  # noqa: BLE001 - as in `_serve`
+            self.garbage_total += 1
+            _log.exception("tcp port %d: a connection could not be taken", self.port)
 
     def _accept(self) -> None:
         try:
@@ -266,7 +274,12 @@ class RegionServer:
             self._drop_unknown()
         tune(sock)
         if self._tls is not None:
-            sock = self._tls.server.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+            try:
+                sock = self._tls.server.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+            except OSError as error:  # also SSLError: the peer has closed, or reset, the connection before it was taken
+                sock.close()
+                self._refuse(address, str(error))
+                return
         reader = _Reader(sock, address, self, time.monotonic() + min(self._timeout_s, _HANDSHAKE_S))
         try:
             self._selector.register(sock, selectors.EVENT_WRITE if reader.is_replying else selectors.EVENT_READ, reader)

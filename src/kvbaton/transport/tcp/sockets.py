@@ -151,7 +151,8 @@ class TlsCalls(VectorCalls):
         moved, is_blocked = 0, False
         while vectors.remaining_bytes and moved < _TLS_TURN_BYTES and not is_blocked:
             address, size = vectors.first()
-            data = _memory(address, size) if size >= _DIRECT_BYTES else self._gather(vectors)
+            is_direct = size >= _DIRECT_BYTES
+            data = _memory(address, min(size, _TLS_TURN_BYTES)) if is_direct else self._gather(vectors)
             count, is_blocked = _repeat(sock.write, data)
             if is_blocked and not count and not moved:
                 raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
@@ -171,7 +172,8 @@ class TlsCalls(VectorCalls):
         while vectors.remaining_bytes and moved < _TLS_TURN_BYTES and count and not is_blocked:
             address, size = vectors.first()
             is_direct = size >= _DIRECT_BYTES
-            room = _memory(address, size) if is_direct else self._room[: min(_ROOM_BYTES, vectors.remaining_bytes)]
+            whole = _memory(address, min(size, _TLS_TURN_BYTES)) if is_direct else self._room
+            room = whole if is_direct else whole[: min(_ROOM_BYTES, vectors.remaining_bytes)]
             count, is_blocked = _repeat(read, room)
             if is_blocked and not count and not moved:
                 raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))

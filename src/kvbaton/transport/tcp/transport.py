@@ -61,6 +61,10 @@ class LinkState(enum.Enum):
     OPEN = enum.auto()
 
 
+_HANDSHAKES = (LinkState.TLS, LinkState.HELLO, LinkState.HANDSHAKE)
+_OPENING = (LinkState.CONNECTING, *_HANDSHAKES)
+
+
 @dataclass(slots=True, eq=False)
 class _ReadRequest:
     """A request without its reply; `job` is None once it was cancelled: the bytes are then read and dropped."""
@@ -340,7 +344,7 @@ class TcpPeer:
         roomy = [link for link in self.links if link.has_room]
         if roomy:
             return min(roomy, key=lambda link: link.request_count)
-        if any(link.state in (LinkState.CONNECTING, LinkState.HELLO, LinkState.HANDSHAKE) for link in self.links):
+        if any(link.state in _OPENING for link in self.links):
             return None
         return next((link for link in self.links if link.state is LinkState.CLOSED and link.rests_until <= now), None)
 
@@ -420,7 +424,8 @@ class TcpMover(Mover[TcpPeer]):
             self._attempt(link, TcpLink.send)
         if events & selectors.EVENT_READ and link in self._open:
             self._attempt(link, self._receive)
-        link.deadline = None
+        if link.state not in _HANDSHAKES:  # one that sends a byte now and then would renew it for ever
+            link.deadline = None
         self._watch(link)
 
     def _receive(self, link: TcpLink) -> None:
@@ -451,6 +456,10 @@ class TcpMover(Mover[TcpPeer]):
             return
         except PeerError as error:
             self._fail_link(link, f"{type(error).__name__}: {link}: {error}")
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
+            # Closed without an alert, as a server does that gives the place to another.
+            if not self._opens_again(link):
+                self._fail_link(link, f"PeerLost: {link}: {tls_reason(error)}")
         except ssl.SSLError as error:
             self._fail_link(link, f"PeerRefused: {link}: {tls_reason(error)}")
         except OSError as error:
@@ -462,7 +471,7 @@ class TcpMover(Mover[TcpPeer]):
 
         The jobs stay in the schedule, and the next turn opens the link.
         """
-        if link.state not in (LinkState.TLS, LinkState.HELLO, LinkState.HANDSHAKE) or link.attempts >= _ATTEMPTS:
+        if link.state not in _HANDSHAKES or link.attempts >= _ATTEMPTS:
             return False
         self._shut_link(link)
         return True

@@ -270,9 +270,12 @@ def test_an_instance_that_is_no_source_fails_the_request() -> None:
 
 @pytest.mark.parametrize("prompt", [1, 2])
 @pytest.mark.parametrize("mode", list(Mode))
-def test_a_prompt_of_which_nothing_is_handed_over_is_answered_all_the_same(prompt: int, mode: Mode) -> None:
+def test_a_prompt_of_which_nothing_is_handed_over_is_answered_all_the_same(
+    prompt: int, mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvbaton.engines.vllm.scheduler_half.shorten_prompt", lambda *_: None)
     rig = Rig(mode, counts=TokenCounts((BLOCK_TOKENS,), backoff=1))
-    request = begun(rig, prompt_token_ids=tuple(range(prompt)), skip_reading_prefix_cache=True)
+    request = begun(rig, prompt_token_ids=tuple(range(prompt)))
     rig.step(Computing(request.request_id, 0, prompt))
     stays, params = finished(rig, request)
     assert stays
@@ -281,3 +284,14 @@ def test_a_prompt_of_which_nothing_is_handed_over_is_answered_all_the_same(promp
     rig.step()
     assert ("offer" in rig.port.names()) is (prompt == 2)
     assert ("cancel" in rig.port.names()) is (prompt == 1)
+
+
+def test_a_source_that_must_compute_its_whole_prompt_hands_over_nothing_where_one_token_less_is_needed() -> None:
+    rig = Rig(counts=TokenCounts((BLOCK_TOKENS,), backoff=1))
+    request = begun(rig, skip_reading_prefix_cache=True)
+    rig.step(Computing(request.request_id, 0, 10))
+    finished(rig, request)
+    rig.step()
+    assert "spans_ready" not in rig.port.names()
+    assert "offer" not in rig.port.names()
+    assert "cancel" in rig.port.names()

@@ -12,7 +12,7 @@ from test_ranks_together import TOKENS, Workers, hand_over
 from test_shaped_caches import Instance, block_lists, expected
 from vllm_rig import LAYERS, ScriptedPort, key_of, layer_groups
 
-from kvbaton.agent.engine_port import Allocation, SourceRequest, TargetEnded
+from kvbaton.agent.engine_port import Allocation, Offer, SourceRequest, TargetEnded
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Aux, Mode, Outcome
 from kvbaton.core.layout import SLIDING, SLIDING_PAGES
@@ -137,11 +137,13 @@ def gate(device: MainMemoryQueue) -> Iterator[QueueGate]:
 class First:
     """The worker of rank 0 over a scripted port; another rank holds every layer too, or none does."""
 
-    def __init__(self, gate: QueueGate | OpenGate, ranks: int = 1) -> None:
+    def __init__(self, gate: QueueGate | OpenGate, ranks: int = 1, *, has_drafts: bool = False) -> None:
         self.port = ScriptedPort()
         self.spans = ComputedSpans(self.port, dict.fromkeys(range(LAYERS), ranks), lambda given: given)
         self.reached = ReachedSteps(range(1, ranks))
-        self.half = WorkerHalf(self.port, self.spans, layer_groups(), self.port.news, 5.0, gate=gate, reached=self.reached)
+        self.half = WorkerHalf(
+            self.port, self.spans, layer_groups(), self.port.news, 5.0, gate=gate, reached=self.reached, has_drafts=has_drafts
+        )
 
     def compute(self, number: int) -> None:
         self.half.begin_step(step(number, chunks=(CHUNK,)))
@@ -192,8 +194,6 @@ def test_nothing_is_announced_of_what_ended_while_the_device_computed_it(
 
 
 def test_an_offer_announces_what_the_gate_still_holds_once(device: MainMemoryQueue, gate: QueueGate) -> None:
-    from kvbaton.agent.engine_port import Offer
-
     first = First(gate)
     first.half.begin_step(step(1, SourceBegins("s", KEY, "p")))
     device.is_held = True
@@ -203,6 +203,19 @@ def test_an_offer_announces_what_the_gate_still_holds_once(device: MainMemoryQue
     device.go_on()
     settled(gate)
     assert first.announced() == 1
+
+
+def test_with_drafts_an_offer_waits_for_the_device(device: MainMemoryQueue, gate: QueueGate) -> None:
+    first = First(gate, has_drafts=True)
+    first.half.begin_step(step(1, SourceBegins("s", KEY, "p")))
+    device.is_held = True
+    first.compute(2)
+    first.half.begin_step(step(3, SourceOffers("s", Offer(KEY, ((1, 2, 3),), 10, Aux(1, 0.0)))))
+    assert first.port.names() == ["expect_target"]
+    device.go_on()
+    settled(gate)
+    assert first.port.names()[-1] == "offer"
+    assert first.announced() > 0
 
 
 def test_a_device_that_has_failed_ends_the_sources_of_the_step(device: MainMemoryQueue, gate: QueueGate) -> None:
