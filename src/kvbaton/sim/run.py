@@ -113,7 +113,13 @@ class Run:
         )
         slowest_s = 2.0 * script.move_s * script.uneven + 4 * script.rank_lag_s
         self.cluster.watch = Watch(
-            self.world, limits, settings, is_calm=is_calm, has_area=not script.rank_lag_s, slowest_s=slowest_s
+            self.world,
+            limits,
+            settings,
+            is_calm=is_calm,
+            is_prompt=not script.faults,
+            has_area=not script.rank_lag_s,
+            slowest_s=slowest_s,
         )
         self.cluster.is_forgetful = script.is_forgetful
         if script.library_writes and script.unfenced_writes:

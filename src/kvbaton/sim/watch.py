@@ -58,10 +58,22 @@ class _Waiting:
 
 
 class Watch:
-    """Sees every order, message and event of a run. `is_calm`: no fault strikes, so that nothing is lost, late or repeated."""
+    """Sees every order, message and event of a run.
+
+    `is_calm`: no fault strikes that loses, delays or repeats anything. `is_prompt`: none at all, so that nothing is waited for
+    but what the agents do; a request that is cancelled, and tried again, waits for its engine.
+    """
 
     def __init__(
-        self, world: World, limits: Limits, settings: HandoffSettings, *, is_calm: bool, has_area: bool, slowest_s: float
+        self,
+        world: World,
+        limits: Limits,
+        settings: HandoffSettings,
+        *,
+        is_calm: bool,
+        is_prompt: bool,
+        has_area: bool,
+        slowest_s: float,
     ) -> None:
         self._world = world
         self._settings = settings
@@ -69,7 +81,7 @@ class Watch:
         self._limits = limits
         self._is_calm = is_calm
         self._patient_s = _ANSWER_S + slowest_s
-        self._is_prompt = is_calm and self._patient_s < limits.retry * 0.9
+        self._is_prompt = is_prompt and self._patient_s < limits.retry * 0.9
         self._orders: set[tuple[object, ...]] = set()
         self._waiting: dict[HandoffKey, _Waiting] = {}
         self._sent: Counter[tuple[object, ...]] = Counter()
