@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import ssl
 from pathlib import Path
 
 import pytest
@@ -179,3 +180,20 @@ def test_the_key_can_be_read_by_its_owner_only(tmp_path: Path) -> None:
         assert path.stat().st_mode & 0o077 == 0
     with pytest.raises(ConfigError, match="--host is 'a b'"):
         make_certificate(tmp_path, ["a b"])
+
+
+@pytest.mark.parametrize("call", ["load_verify_locations", "load_cert_chain"])
+def test_files_that_go_while_they_are_read_change_nothing_and_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    clock = Clock()
+    followed = ClusterTls(copy_files(our_tls().folder, tmp_path / "files"), clock)
+
+    def gone(*_: object, **__: object) -> None:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(ssl.SSLContext, call, gone)
+    copy_files(other_tls().folder, tmp_path / "files")
+    clock.now += 60.0
+    connect(our_tls(), followed)
+    assert followed.failed_loads_total == 1
