@@ -92,6 +92,10 @@ def up(
         raise ConfigError(f"--restarts is {restarts}; it must be how often a part may be restarted, or 0 for never")
     check_writes(transport, handoff.unfenced_writes)
     check_port_free(host, port, "--port")
+    if ray and (encrypt or os.environ.get(TLS_DIR_VARIABLE)):
+        raise ConfigError(
+            f"--encrypt, or {TLS_DIR_VARIABLE}, with --ray: replicas of Ray are not encrypted so far; leave one out"
+        )
     tls_dir = set_up_tls(parse_trust(None, os.environ), encrypt=encrypt)
     plugin = find_engine(engine)
     cluster_key = os.environ.get(CLUSTER_KEY_VARIABLE) or new_cluster_key()
@@ -103,10 +107,6 @@ def up(
         console = Console(file=cast("IO[str]", output))
         progress = partial(console.print, style="dim", highlight=False, markup=False, soft_wrap=True)
         served = plugin.check(sides[0], sides[1], progress).name
-        if ray and tls_dir is not None:
-            raise ConfigError(
-                f"--encrypt, or {TLS_DIR_VARIABLE}, with --ray: replicas of Ray are not encrypted so far; leave one out"
-            )
         if ray:
             counted = [(prefill, prefill_shape), (decode, decode_shape)]
             return _up_on_ray(console, engine, replace(options, served_name=served), counted, host, port)

@@ -94,6 +94,7 @@ def test_an_unknown_command_is_refused_by_name(refusal: Refusal) -> None:
         (("up", "--prefill", "0"), "--prefill is 0"),
         (("up", "--decode", "-2"), "--decode is -2"),
         (("up", "--restarts", "-1"), "--restarts is -1"),
+        (("up", "--ray", "--encrypt"), "replicas of Ray are not encrypted so far"),
         (("up", "--port", "99999"), "--port is 99999"),
         (("serve", "--role", "onlooker"), "onlooker"),
         (("serve", "--port", "0"), "--port is 0"),
