@@ -11,7 +11,7 @@ tries what survived again). `--for-s` ends it after so long.
 is one of a sample, and states so.
 
 `--sample N` takes N mutants that the kept report has as found by the simulator, each with the run that found it, and fails when
-one is not found any more.
+neither that run nor another one finds it any more.
 
 `tools/equivalent_mutants.toml` names the mutants that change nothing a peer, an engine or an operator could notice, with the
 reason; they do not count. Exit code 1 when a mutant survives that is not listed there.
@@ -574,6 +574,10 @@ def main() -> int:
     todo = [each for each in mutants if each.name not in equivalent]
     todo = [each for each in todo if each.name not in found or found[each.name]["by"] in again]
     _run_all(todo, deck, options, results, known)
+    if options.sample and (missed := [each for each in todo if _read(results)[each.name]["by"] is None]):
+        # A change of scripts or rules may turn one run into another: any run of the deck may find them.
+        deck.measure()
+        _run_all(missed, deck, options, results, {})
     drawn = {"drawn": len(every), "draw_seed": options.draw_seed} if options.draw else {}
     kept = {"commit": _commit(), "mutants": total, **drawn}
     report: dict[str, Any] = {**kept, **_report(mutants, _read(results), equivalent)}
