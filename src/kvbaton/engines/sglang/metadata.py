@@ -40,6 +40,8 @@ class MetadataRows:
         if missing:
             raise ConfigError(f"SGLang's metadata buffers lack {', '.join(missing)}; this release has other ones")
         self.row_bytes = sum(buffer.shape[1] for _, buffer in self._buffers)
+        self.format = ", ".join(f"{name} {buffer.shape[1]}" for name, buffer in self._buffers)
+        """Every field with its bytes, in the order in which they travel: two instances have to have the same."""
 
     @classmethod
     def of(cls, metadata: Any, arguments: Any) -> MetadataRows:
