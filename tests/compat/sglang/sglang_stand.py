@@ -43,7 +43,9 @@ __all__ = [
     "generate",
     "hand_over",
     "health",
+    "live_handoffs",
     "new_room",
+    "noted_at",
     "prompt",
     "ready",
     "run",
@@ -167,7 +169,7 @@ class SglangStand:
 
     def live_handoffs(self, part: FleetPart) -> int:
         """How many hand-offs a server reports as under way."""
-        return sum(each["outcome"] is None for each in _reported(part, "/handoffs")["handoffs"])
+        return live_handoffs(part)
 
     async def generate(
         self, session: aiohttp.ClientSession, url: str, token_ids: Sequence[int], output: int = OUTPUT, **more: Any
@@ -293,15 +295,29 @@ def health(part: FleetPart) -> int:
         return 0
 
 
+def live_handoffs(part: FleetPart) -> int:
+    """How many hand-offs a server reports as under way."""
+    return sum(each["outcome"] is None for each in _reported(part, "/handoffs")["handoffs"])
+
+
 def stages(part: FleetPart, room: int) -> list[str]:
     """What a server has noted about the hand-off of a room so far, in order."""
+    return [note["stage"] for note in _notes(part, room)]
+
+
+def noted_at(part: FleetPart, room: int, stage: str) -> float:
+    """Seconds after its first note at which a server noted a stage of the hand-off of a room; -1 when it has not."""
+    return next((float(note["at_s"]) for note in _notes(part, room) if note["stage"] == stage), -1.0)
+
+
+def _notes(part: FleetPart, room: int) -> list[dict[str, Any]]:
     try:
         document = _reported(part, f"/handoffs/{room_transfer_id(room)}")
     except urllib.error.HTTPError as error:
         if error.code != HTTPStatus.NOT_FOUND:
             raise
         return []
-    return [note["stage"] for side in document["sides"] for note in side["notes"]]
+    return [note for side in document["sides"] for note in side["notes"]]
 
 
 def _reported(part: FleetPart, path: str) -> Any:

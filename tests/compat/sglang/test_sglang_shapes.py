@@ -18,8 +18,15 @@ from kvbaton.launch.fleet import FleetPart
 pytestmark = [pytest.mark.sglang_full, pytest.mark.timeout(1800)]
 
 PROMPTS = [prompt(seed, tokens) for seed, tokens in enumerate((1, 17, 100, 100, 300))]
-PAIRS = {"tp": (("tp1", "tp2"), ("tp2", "tp1")), "pp": (("pp2", "tp1"), ("pp2", "tp2"))}
-"""Shapes of prefill and decode."""
+PAIRS = {
+    "tp": (("tp1", "tp2"), ("tp2", "tp1")),
+    "pp": (("pp2", "tp1"), ("pp2", "tp2")),
+    "decode pp": (("tp1", "pp2"), ("pp2", "pp2")),
+    "shared by ranks of prefill": (("tp4", "tp2"), ("tp4", "tp1")),
+    "shared by ranks of decode": (("tp2", "tp4"), ("tp1", "tp4")),
+    "three to two": (("tp3", "tp2"),),
+}
+"""Shapes of prefill and decode. The model `gqa` has two heads: of four ranks, two have the same one."""
 
 
 async def _different(
@@ -33,7 +40,18 @@ async def _different(
 
 
 # SGLang itself refuses a pipeline of the model with MLA.
-@pytest.mark.parametrize(("ranks", "kind"), [("tp", "gqa"), ("tp", "mla"), ("pp", "gqa")])
+@pytest.mark.parametrize(
+    ("ranks", "kind"),
+    [
+        ("tp", "gqa"),
+        ("tp", "mla"),
+        ("pp", "gqa"),
+        ("decode pp", "gqa"),
+        ("shared by ranks of prefill", "gqa"),
+        ("shared by ranks of decode", "gqa"),
+        ("three to two", "gqa6"),
+    ],
+)
 def test_ranks_of_two_instances_may_differ(kind: str, ranks: str) -> None:
     grid, pairs = Grid(kind), PAIRS[ranks]
     with grid.fleet:
