@@ -190,7 +190,7 @@ class Grid:
     def __init__(self, kind: str = "gqa") -> None:
         environment = ready()
         self.fleet: Fleet = ForkedServers()
-        self._ports = PortPicker()
+        self.ports = PortPicker()
         options = EngineOptions(
             "tiny",
             "local",
@@ -216,7 +216,7 @@ class Grid:
         servers = replace(self._servers, options=options, settings=settings)
         if kind:
             servers = replace(servers, model=tiny_model(servers.environment, kind))
-        part = servers.part(name, role, self._ports)
+        part = servers.part(name, role, self.ports)
         (fleet or self.fleet).start(part)
         return part
 

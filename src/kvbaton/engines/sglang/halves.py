@@ -402,7 +402,8 @@ class TargetHalf(_Half):
         page_tokens = self.halves.settings.page_tokens
         cached_pages = cached_tokens // page_tokens
         expected = -(-self._tokens // page_tokens) - cached_pages
-        if row is None or row < 0 or len(pages) != expected or cached_tokens % page_tokens:
+        is_cached_wrong = cached_tokens % page_tokens or not 0 <= cached_tokens <= self._tokens
+        if row is None or row < 0 or len(pages) != expected or is_cached_wrong:
             self.fail(
                 f"SGLang has {len(pages)} pages and metadata row {row} for {self._tokens} tokens, {cached_tokens} of them "
                 f"cached; pages of {page_tokens} tokens make that {expected}"

@@ -73,12 +73,13 @@ class MetadataRows:
 
     def write(self, row: int, aux: Aux, room: int) -> None:
         """Write what a source has sent. Raises ProtocolError, and writes nothing, when it does not fit this instance."""
+        written = self._view("bootstrap_room", row)
         if aux.opaque:
             self._write_opaque(row, aux.opaque)
         else:
             self._write_numbers(row, aux)
         # Last: SGLang takes the row as complete as soon as there is a room in it.
-        self._view("bootstrap_room", row)[0] = room
+        written[0] = room
 
     def _write_opaque(self, row: int, opaque: bytes) -> None:
         if len(opaque) != self.row_bytes:

@@ -10,7 +10,14 @@ import sys
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MiniCPM3Config, MiniCPM3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MellumConfig,
+    MellumForCausalLM,
+    MiniCPM3Config,
+    MiniCPM3ForCausalLM,
+)
 
 _WIDTHS = {"q_proj": 0.15, "k_proj": 0.15, "v_proj": 0.2, "o_proj": 0.2, "embed": 0.05, "lm_head": 0.3}
 _WIDTHS |= {"kv_a_proj": 0.15, "kv_b_proj": 0.2}
@@ -36,7 +43,14 @@ def _gqa6() -> LlamaForCausalLM:
     return _gqa(6, 6, 384)
 
 
-_KINDS = {"gqa": _gqa, "gqa6": _gqa6, "mla": _mla}
+def _window() -> MellumForCausalLM:
+    """Every second layer has a sliding window, whose pages SGLang keeps in a pool of their own."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2, "mlp_layer_types": ["dense"] * 4}
+    return MellumForCausalLM(MellumConfig(**_COMMON, **sizes, **kinds, sliding_window=48, tie_word_embeddings=False))
+
+
+_KINDS = {"gqa": _gqa, "gqa6": _gqa6, "mla": _mla, "window": _window}
 
 
 def main(directory: str, kind: str) -> None:
