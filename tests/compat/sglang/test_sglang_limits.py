@@ -63,7 +63,14 @@ def servers() -> Iterator[Servers]:
             grid,
             grid.start("single", "both"),
             grid.start("prefill", "prefill", cache_blocks=6, settings={"limits": {**LIMITS, "queue_timeout": QUEUE_S}}),
-            grid.start("decode", "decode", cache_blocks=8, settings={"limits": {**LIMITS, "queue_timeout": 300}}),
+            grid.start(
+                "decode",
+                "decode",
+                cache_blocks=8,
+                settings={"limits": {**LIMITS, "queue_timeout": 300}},
+                # So few that answers outgrow the cache, and SGLang retracts requests.
+                arguments=("--num-reserved-decode-tokens", "16"),
+            ),
         )
         grid.wait_healthy()
         yield made
@@ -87,6 +94,22 @@ def test_requests_that_queue_for_pages_at_decode_do_not_use_up_the_limit_of_thei
     run(work)
     waits = [noted_at(servers.prefill, room, "granted") - noted_at(servers.prefill, room, "arrived") for room in rooms]
     assert max(waits) > QUEUE_S, "one of them waited for longer than the limit"
+    servers.check_at_rest()
+
+
+def test_requests_that_decode_retracts_are_answered_as_if_it_had_not(servers: Servers) -> None:
+    """Two prompts fit the cache, and their answers do not: one of them is retracted, and goes on when the other is over."""
+    prompts = [prompt(300 + index, 440) for index in range(2)]
+
+    async def work(session: aiohttp.ClientSession) -> None:
+        singles = [await generate(session, servers.single.base_url, ids, 120) for ids in prompts]
+        asked = (hand_over(session, servers.prefill, servers.decode, ids, 120) for ids in prompts)
+        for single, (_, decoded) in zip(singles, await asyncio.gather(*asked), strict=True):
+            assert different(single, decoded) == ""
+
+    run(work)
+    log = (servers.grid.fleet.log_directory / "decode.log").read_text(errors="replace")
+    assert "#retracted_reqs" in log, "nothing was retracted"
     servers.check_at_rest()
 
 
