@@ -219,7 +219,7 @@ def test_a_peer_of_another_protocol_version_is_refused_with_both_numbers(pair: S
     other = frame.replace(b"\xa7version" + bytes([PROTOCOL]), b"\xa7version\x63")
     assert other != frame
     fields = msgspec.msgpack.decode(frame)
-    with WirePeer.dial(pair.bootstrap_port, pair.key) as peer:
+    with WirePeer.dial(pair.bootstrap_port, pair.key.encode()) as peer:
         peer.send(msgspec.msgpack.encode({**fields, "from_the_future": [1, 2, 3]}))
         peer.send(other)
         answer = decode(peer.receive())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -244,11 +245,13 @@ def main() -> None:
     backend.get_parallel = lambda: ONE  # type: ignore[attr-defined]
     found = {}
     for check in CHECKS:
+        started = time.monotonic()
         try:
             check()
             found[check.__name__] = ""
         except Exception:  # noqa: BLE001 - every check is reported
             found[check.__name__] = traceback.format_exc()
+        sys.stderr.write(f"{check.__name__}: {time.monotonic() - started:.1f} s\n")
     sys.stdout.write(json.dumps(found) + "\n")
     sys.stdout.flush()
     os._exit(0)
