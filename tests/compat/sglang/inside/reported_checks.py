@@ -262,7 +262,7 @@ def pages_outside_the_pool_or_granted_twice_fail_by_name() -> None:
 
 
 class _HoldingTransport(FaultyTransport):
-    """What was posted does not end when it is cancelled, but when `let_go` is called: a read that is under way."""
+    """What was posted does not end when it is cancelled, but when `end_cancelled` is called: a read that is under way."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -271,7 +271,7 @@ class _HoldingTransport(FaultyTransport):
     def cancel(self, ticket: Ticket) -> None:
         self.cancelled.append(ticket)
 
-    def let_go(self) -> None:
+    def end_cancelled(self) -> None:
         for ticket in self.cancelled:
             super().cancel(ticket)
 
@@ -325,7 +325,7 @@ def pages_of_a_failed_request_are_held_until_posted_reads_have_drained() -> None
             assert receiver.poll() == KVPoll.Transferring, receiver.half.reason
             assert not decode.manager.is_abort_release_safe(55, 1)
             assert receiver.abort_notified
-        transport.let_go()
+        transport.end_cancelled()
         assert wait(receiver, KVPoll.Failed) == KVPoll.Failed
         assert decode.manager.is_abort_release_safe(55, 1)
         wait(sender, KVPoll.Failed)
