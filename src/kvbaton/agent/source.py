@@ -225,6 +225,8 @@ class SourceSide:
         self._windows = GrantWindows()
         self._ended: BoundedMap[tuple[Incarnation | None, HandoffKey, int], Over] = BoundedMap(_MAX_ENDS)
         self._declined = DeclinedRequests()
+        self._refused_here: BoundedMap[HandoffKey, tuple[str, float]] = BoundedMap(_MAX_PARKED)
+        """Requests that the engine has refused before their grant came: the reason, and until when one grant is refused too."""
         self._timers = Timers(limits, clock, lambda key, now: self._look_at(self.live[key], now))
         self.aux_slots = AuxSlots(aux_area)
         self._generation = 0
@@ -441,6 +443,7 @@ class SourceSide:
         if problem := key_problem(key):
             self._engine(SourceEnded(key, Outcome.FAILED, problem))
             return
+        self._refused_here.pop(key, None)
         record = self.live.get(key)
         if record is not None and record.state is SourceState.PARKED and not self.is_same_prompt(record, prompt):
             self._end_by(record, SourceEvent.ABORTED, Outcome.FAILED, "the source has another prompt of that transfer id")
@@ -506,6 +509,18 @@ class SourceSide:
         if (record := self.live.get(key)) is not None:
             self._end_by(record, SourceEvent.ABORTED, Outcome.CANCELLED, reason)
 
+    def refuse(self, key: HandoffKey, reason: str) -> None:
+        """The engine has refused a request before admission: a target that has granted blocks, or will, need not wait.
+
+        The two requests are sent at the same time, so the grant mostly comes later. One is refused, and not for ever: a key
+        may be used again.
+        """
+        record = self.live.get(key)
+        if record is None:
+            self._refused_here[key] = reason, self._clock() + self._limits.defer_timeout
+        elif record.state is SourceState.PARKED:
+            self._end_by(record, SourceEvent.ABORTED, Outcome.FAILED, reason)
+
     # Messages of the target.
 
     def on_grant(self, sender: Incarnation, grant: Grant) -> None:
@@ -521,7 +536,11 @@ class SourceSide:
             else:
                 self._refuse_stale(sender, grant)
         elif record is None:
-            self._park(sender, grant)
+            reason, until = self._refused_here.pop(grant.key, ("", 0.0))
+            if self._clock() < until:
+                self._refuse(sender, grant, reason)
+            else:
+                self._park(sender, grant)
         elif not self.is_same_prompt(record, grant.prompt):
             self._refuse(sender, grant, "the source has another prompt of that transfer id")
             if record.grant is None and record.target == sender:

@@ -164,6 +164,7 @@ def test_a_prompt_that_is_too_long_for_prefill_alone_ends_at_decode_too(servers:
             answers["prefill"] = await generate(session, parts[1].base_url, ids, **where)
             answers["decode"] = await asyncio.wait_for(waiting, WAIT_S)
         assert (answers["prefill"].status, answers["decode"].status) == (400, 500), answers
+        assert "prefill refused it" in answers["decode"].text
 
     run(work)
     servers.check_at_rest()

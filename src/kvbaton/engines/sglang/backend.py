@@ -137,11 +137,11 @@ class KVBatonManager(BaseKVManager):
     def refuse(self, request: Any) -> None:
         """SGLang has refused a request before it had a sender or receiver; the other side must not wait for it."""
         try:
+            why = getattr(request.finished_reason, "message", request.finished_reason)
             if self.role == "prefill":
-                self.halves.refuse_target(request.bootstrap_room)
+                self.halves.refuse_target(request.bootstrap_room, f"prefill refused it: {why}")
             else:
                 address = f"{request.bootstrap_host}:{request.bootstrap_port}"
-                why = getattr(request.finished_reason, "message", request.finished_reason)
                 self.halves.refuse_source(request.bootstrap_room, address, f"decode refused it: {why}")
         except Exception:  # see `_contained`
             log.exception("room %s: its peer was not notified that it is refused here", request.bootstrap_room)

@@ -153,11 +153,11 @@ class Halves:
                 source = self.source_at(address, checked, checked % self.settings.prefill_dp_size)
                 self.port.decline(SourceRequest(key, "", source, None, Mode.PUSH), reason)
 
-    def refuse_target(self, room: object) -> None:
-        """SGLang has refused a request before it had a sender: a target that has granted pages for it need not wait."""
+    def refuse_target(self, room: object, reason: str) -> None:
+        """SGLang has refused a request before it had a sender: a target that grants pages for it need not wait."""
         key = self._unused_key(room)
         if key is not None:
-            self.port.cancel(key, Side.SOURCE)
+            self.port.refuse(key, reason)
 
     def _unused_key(self, room: object) -> HandoffKey | None:
         """The key of a room, unless another request here has it, or no request can."""

@@ -299,6 +299,8 @@ class FollowerPort(HandoffPort):
 
     def decline(self, request: SourceRequest, reason: str) -> None: ...
 
+    def refuse(self, key: HandoffKey, reason: str) -> None: ...
+
     def cancel(self, key: HandoffKey, side: Side | None = None) -> None:
         """The leader must not wait for blocks of a rank where the request has failed."""
         if side is Side.TARGET:

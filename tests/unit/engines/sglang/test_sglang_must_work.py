@@ -187,10 +187,26 @@ def test_a_request_that_prefill_refuses_at_its_door_ends_its_decode_request_and_
         until_parked.each("ready")
         until_parked.each("allocated", [5, 6, 7, 8], 3, 0)
         wait_for(live, Poll.WAITING)
-        prefill.ranks[0].halves.refuse_target(ROOM + 1)
-        prefill.ranks[0].halves.refuse_target(ROOM)
+        for room in (ROOM + 1, ROOM):
+            prefill.ranks[0].halves.refuse_target(room, "1200 tokens are too many")
         assert wait_for(target, Poll.SUCCESS, Poll.FAILED) is Poll.FAILED
+        assert "1200 tokens are too many" in target.reason
         assert live.poll() is Poll.WAITING
+
+
+def test_a_request_that_prefill_refuses_before_its_pages_come_ends_its_decode_request_and_no_later_one() -> None:
+    ports = PortPicker()
+    prefill, decode = Instance("prefill", ports, 2), Instance("decode", ports)
+    with instances(prefill, decode):
+        for rank in prefill.ranks:
+            rank.halves.refuse_target(ROOM, "1200 tokens are too many")
+        target = Request(decode, ROOM, PROMPT, prefill.address)
+        target.each("ready")
+        target.each("allocated", [1, 2, 3, 4], 2, 0)
+        assert wait_for(target, Poll.SUCCESS, Poll.FAILED) is Poll.FAILED
+        assert "1200 tokens are too many" in target.reason
+        wait_until_over(target)
+        assert hand_over(prefill, decode).poll() is Poll.SUCCESS
 
 
 @pytest.mark.parametrize("mode", list(Mode))
