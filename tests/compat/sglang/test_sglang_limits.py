@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 import pytest
@@ -116,7 +117,7 @@ def test_requests_that_decode_retracts_are_answered_as_if_it_had_not(servers: Se
 @pytest.mark.parametrize("state", ["granted", "streaming", "decoding"])
 def test_an_abort_at_decode_ends_its_prefill_at_once_and_frees_the_pages(servers: Servers, state: str) -> None:
     room, ids = new_room(), prompt(new_room(), 700)
-    where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": servers.bootstrap_port, "bootstrap_room": room}
+    where: dict[str, Any] = {"bootstrap_host": "127.0.0.1", "bootstrap_port": servers.bootstrap_port, "bootstrap_room": room}
 
     async def work(session: aiohttp.ClientSession) -> None:
         decoding = asyncio.create_task(generate(session, servers.decode.base_url, ids, 200, **where))
@@ -147,7 +148,11 @@ def test_an_abort_at_decode_ends_its_prefill_at_once_and_frees_the_pages(servers
 def test_a_prompt_that_is_too_long_for_prefill_alone_ends_at_decode_too(servers: Servers, first: str) -> None:
     """SGLang's prefill refuses it before it has a sender; decode, which has pages for it, must not wait for its limit."""
     parts = [servers.prefill, servers.decode][:: 1 if first == "prefill" else -1]
-    where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": servers.bootstrap_port, "bootstrap_room": new_room()}
+    where: dict[str, Any] = {
+        "bootstrap_host": "127.0.0.1",
+        "bootstrap_port": servers.bootstrap_port,
+        "bootstrap_room": new_room(),
+    }
     ids = prompt(900, 900)
 
     async def work(session: aiohttp.ClientSession) -> None:

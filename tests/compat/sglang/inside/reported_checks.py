@@ -286,7 +286,7 @@ def pair_over(kind: type[FaultyTransport], faults: Faults) -> Iterator[tuple[Sid
         opened.append(kind(original(self, incarnation, region), region, faults if opened else Faults()))
         return opened[-1]
 
-    AgentSettings.open_transport = open_faulty  # type: ignore[method-assign, assignment]
+    AgentSettings.open_transport = open_faulty  # type: ignore[method-assign]
     try:
         with pair() as (prefill, decode):
             yield prefill, decode, opened[1]
