@@ -39,6 +39,10 @@ class Servers:
         """Where the prefill listens."""
         return ControlAddress.parse(self.prefill.control_address).handshake
 
+    def where(self, room: int) -> dict[str, Any]:
+        """The fields that name the prefill and a room there."""
+        return {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstrap_port, "bootstrap_room": room}
+
     def check_at_rest(self) -> None:
         """Both serve, and nothing is held on either side."""
         until = time.monotonic() + WAIT_S
@@ -117,7 +121,7 @@ def test_requests_that_decode_retracts_are_answered_as_if_it_had_not(servers: Se
 @pytest.mark.parametrize("state", ["granted", "streaming", "decoding"])
 def test_an_abort_at_decode_ends_its_prefill_at_once_and_frees_the_pages(servers: Servers, state: str) -> None:
     room, ids = new_room(), prompt(new_room(), 700)
-    where: dict[str, Any] = {"bootstrap_host": "127.0.0.1", "bootstrap_port": servers.bootstrap_port, "bootstrap_room": room}
+    where = servers.where(room)
 
     async def work(session: aiohttp.ClientSession) -> None:
         decoding = asyncio.create_task(generate(session, servers.decode.base_url, ids, 200, **where))
