@@ -1,7 +1,7 @@
 """A copier for vLLM's offloading connector on CPUs, loaded by `spec_module_path`.
 
-vLLM's own copier needs the streams of a GPU, and refuses to start without one. Everything else of the connector is vLLM's: which
-blocks are stored and loaded, when, and what its scheduler is notified of.
+vLLM's own copier needs the streams of a GPU, and refuses to start without one. Everything else of the connector is vLLM's:
+which blocks are stored and loaded, when, and what its scheduler is notified of.
 """
 
 from __future__ import annotations

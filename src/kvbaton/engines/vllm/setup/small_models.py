@@ -352,6 +352,10 @@ def ensure_small_model(name: str, environment: VllmEnvironment, progress: Progre
             companion = _ensure(f"{name}.draft", config, model.draft, model.revision, environment, progress)
             speculative["model"] = str(companion)
         arguments += ("--speculative-config", json.dumps(speculative))
+    if model.draft == "mtp":
+        # On CPUs vLLM 0.32 turns chunked prefill off for MLA, yet keeps the smaller steps that it has set for the drafts: a
+        # longer prompt would wait for ever.
+        arguments += ("--max-num-batched-tokens", str(CONTEXT_TOKENS))
     return MadeModel(directory, arguments)
 
 
