@@ -15,7 +15,7 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 __all__ = ["HostOffloadingSpec"]
 
 
-class HostOffloadingSpec(CPUOffloadingSpec):
+class HostOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc] # vLLM is not installed where types are checked
     """vLLM's offloading to main memory, with a copier for caches that are there already."""
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
@@ -24,7 +24,7 @@ class HostOffloadingSpec(CPUOffloadingSpec):
         return _Copier(kv_caches, self.num_chunks)
 
 
-class _Copier(OffloadingWorker):
+class _Copier(OffloadingWorker):  # type: ignore[misc]
     """Copies at once; what is done is collected by the next step, as with a stream."""
 
     def __init__(self, caches: Any, chunks: int) -> None:
