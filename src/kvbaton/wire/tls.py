@@ -163,6 +163,10 @@ class TlsSocket(ssl.SSLSocket):
         found = self.__dict__.pop("_found", {})
         return next(iter(found.values())) if len(found) == 1 else {}
 
+    def close(self) -> None:
+        self.records = None  # it knows the number of the descriptor, which may be another connection's from now on
+        super().close()
+
     def pending(self) -> int:
         return super().pending() if self.records is None else self.records.pending()
 

@@ -83,6 +83,7 @@ def test_either_end_may_use_openssl(parts: ExitStack, who: str) -> None:
         if who in ("both", name):
             take_over(end)
         assert (end.records is not None) is (who in ("both", name))
+        assert (end.cipher() or ("",))[0] == SUITES[0]
     for size in (1, 5, 16383, 16384, 16385, 300_000):
         exchange(*ends, os.urandom(size))
         exchange(ends[1], ends[0], os.urandom(size))
@@ -142,6 +143,19 @@ def test_keys_are_replaced_when_they_are_used_up(parts: ExitStack, who: str, mon
         exchange(*ends, os.urandom(200_000))
         exchange(ends[1], ends[0], os.urandom(200_000))
     assert first._own != secret
+
+
+def test_a_socket_that_was_closed_reads_no_other_connection(parts: ExitStack) -> None:
+    ends, others = pair(parts), pair(parts)
+    shake_hands(ends, others)
+    take_over(ends[0])
+    number = ends[0].fileno()
+    ends[0].close()
+    os.dup2(others[0].fileno(), number)
+    parts.callback(os.close, number)
+    others[1].send(b"for another")
+    with pytest.raises(OSError, match=r"[Bb]ad file descriptor"):
+        ends[0].recv(100)
 
 
 def test_an_end_that_closes_in_order_is_the_end(parts: ExitStack) -> None:
