@@ -31,9 +31,14 @@ class ThreadShare:
         """Whether the work since `begin` should stop here; one handshake of TLS is a millisecond, so ask after each."""
         return self._share < 1.0 and time.thread_time() - self._began > self._credit_s
 
-    def end(self) -> float | None:
-        """The work is over; returns when there may be more, on the monotonic clock, None for at once."""
+    def end(self, *, is_contended: bool = True) -> float | None:
+        """The work is over; returns when there may be more, on the monotonic clock, None for at once.
+
+        Where nothing else waits for the thread, it is not `is_contended`: the work costs no share, and leaves no debt.
+        """
         self._credit_s -= time.thread_time() - self._began
+        if not is_contended:
+            self._credit_s = max(0.0, self._credit_s)
         if self._credit_s >= 0 or self._share >= 1.0:
             return None
         return time.monotonic() - self._credit_s / self._share

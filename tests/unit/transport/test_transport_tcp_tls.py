@@ -15,12 +15,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from tcp_rig import CONTENT, SOURCE, complete, dial, make, read
+from tcp_rig import CONTENT, SOURCE, complete, dial, make, read, shake_hands
 
 from kvbaton.errors import ConfigError, TransportError
 from kvbaton.transport.base import Batch, Direction, Region, TransportSettings
 from kvbaton.transport.choose import open_transport
 from kvbaton.transport.tcp import TcpTransport, server
+from kvbaton.transport.tcp.wire import pack_request
 from kvbaton.wire import metering
 from kvbaton.wire.tls import ClusterTls, TlsSocket
 from tls_files import expired_files, other_tls, our_tls
@@ -187,9 +188,9 @@ class HandshakeTimes:
         return self.steps * 0.01
 
 
-@pytest.mark.parametrize("share", [0.2, 1.0])
-def test_a_flood_of_handshakes_has_a_fifth_of_the_thread_and_stops_no_reader(
-    share: float, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_contended", [True, False])
+def test_a_flood_of_handshakes_has_a_fifth_of_the_thread_while_a_reader_needs_it(
+    is_contended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times, whole = HandshakeTimes(), TlsSocket.do_handshake
 
@@ -200,8 +201,17 @@ def test_a_flood_of_handshakes_has_a_fifth_of_the_thread_and_stops_no_reader(
     monkeypatch.setattr(TlsSocket, "do_handshake", counted)
     monkeypatch.setattr(server, "time", times)
     monkeypatch.setattr(metering, "time", times)
-    monkeypatch.setattr(server, "_UNKNOWN_SHARE", share)
-    with pair(our_tls(), our_tls()) as (source, target), ExitStack() as flood:
+    size = 16 << 20
+    with (
+        closing(make("source", bytes(size), tls=our_tls())) as source,
+        closing(make("target", bytes(size), tls=our_tls())) as target,
+        ExitStack() as flood,
+    ):
+        if is_contended:  # a reader that does not take what it has asked for, so that the server is never without work
+            slow = flood.enter_context(our_tls().client.wrap_socket(dial(source.endpoint())))
+            shake_hands(slow, source.endpoint())
+            slow.sendall(pack_request(1, np.array([[0, 0, size]], np.uint64)))
+            times.passed_s += 1.0
         target.connect(SOURCE, source.endpoint())
         assert read(target).error == ""
         times.passed_s += 1.0
@@ -209,11 +219,11 @@ def test_a_flood_of_handshakes_has_a_fifth_of_the_thread_and_stops_no_reader(
         for _ in range(40):
             sock = flood.enter_context(dial(source.endpoint()))
             sock.sendall(first_flight())
-        for _ in range(20):
-            assert read(target).error == ""
-        if share == 1.0:
+        if not is_contended:
             wait_until(lambda: times.steps - before == 40, "all handshakes are served at once")
             return
+        for _ in range(20):
+            assert read(target).error == ""
         # The burst is two steps, and ends with the third. Half a second later there is a share for the burst again.
         wait_until(lambda: times.steps - before == 3, "the burst is served")
         for _ in range(20):

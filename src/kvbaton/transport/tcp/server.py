@@ -12,10 +12,10 @@ where one is required, then of the address that holds the most places, then the 
 in the system's queue until a place is free, made a new peer wait for every silent connection before it. A peer with the key
 needs its place for one round trip only.
 
-Unknown connections wait in a selector of their own, with the listening socket, and have a fifth of this thread together: a
-handshake of TLS takes a millisecond of it, and a flood of them would stop the readers that are served. The work ends where the
-share does, and goes on with the connection that has waited for longest. What TLS may keep of each is bounded by the bytes that
-the connection has received.
+Unknown connections wait in a selector of their own, with the listening socket. While readers have something to do, they have a
+fifth of this thread together: a handshake of TLS takes a millisecond of it, and a flood of them would stop the readers. The
+work ends where the share does, and goes on with the connection that has waited for longest. What TLS may keep of each is
+bounded by the bytes that the connection has received.
 """
 
 from __future__ import annotations
@@ -257,20 +257,21 @@ class RegionServer:
 
     def _run(self) -> None:
         while True:
-            has_unknown = False
+            has_unknown = is_contended = False
             for key, _ in self._selector.select(self._wait_s(time.monotonic())):
                 if key.fd == self._stopping.fd:
                     return
                 if isinstance(key.data, _Reader):
                     self._serve(key.data)
+                    is_contended = True
                 else:
                     has_unknown = True
             if has_unknown:
-                self._serve_unknown()
+                self._serve_unknown(is_contended or any(each.is_admitted and each.owes() for each in self._readers))
             self._expire(time.monotonic())
             self._tend_selectors(time.monotonic())
 
-    def _serve_unknown(self) -> None:
+    def _serve_unknown(self, is_contended: bool) -> None:
         """Serve what is unknown, as far as its share goes; those that were served last are the last again."""
         self._share.begin()
         for key, _ in sorted(self._unknown_selector.select(0), key=self._served_at):
@@ -282,7 +283,7 @@ class RegionServer:
                 self._serve(key.data)
             if self._share.is_spent():
                 break
-        self._resume_at = self._share.end()
+        self._resume_at = self._share.end(is_contended=is_contended)
         if self._resume_at is not None:
             self._selector.unregister(self._unknown_selector.fileno())
 
