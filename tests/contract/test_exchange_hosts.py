@@ -16,6 +16,7 @@ from watching import wait_until
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.sampled(1, group="an exchange between hosts"),
     pytest.mark.skipif(not can_have_two_hosts(), reason="needs root, ip, tc and /dev/net/tun"),
 ]
 
