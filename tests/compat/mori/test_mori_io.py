@@ -41,6 +41,7 @@ from kvbaton.compat.mori.io import (
     XgmiBackendConfig,
     set_log_level,
 )
+from kvbaton.verify.stored import StoredCounts
 
 TransferStatus = cpp.TransferStatus
 _KEYS = itertools.count()
@@ -483,6 +484,19 @@ class TestSettings:
             _engine()
             assert logging.getLevelName(logging.getLogger("kvbaton.mori").level) == {"warn": "WARNING"}.get(level, level)
         set_log_level("info")
+
+    def test_what_engines_count_can_be_read_from_outside(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        kept = StoredCounts()
+        monkeypatch.setenv("KVBATON_MORI_COUNTS", kept.directory)
+        here, there = _engine(), _engine()
+        _acquaint(here, there)
+        mine, theirs = _Memory(here, _random(64)), _Memory(there, _random(64))
+        _done(here.write(mine.desc, 0, theirs.desc, 0, 64, 1))
+        assert here.write(mine.desc, 0, theirs.desc, 1, 64, 2).Failed()
+        counts = kept.counts()
+        assert (counts["stored_bytes_total"], counts["stored_calls_total"]) == kept.totals() == (64, 1)
+        assert [counts[f"{name}_total"] for name in ("posted", "succeeded", "failed")] == [2, 1, 1]
+        kept.close()
 
     def test_uids_count_up_for_the_engine_and_its_sessions(self, pair: tuple[IOEngine, IOEngine]) -> None:
         here, there = pair
