@@ -57,6 +57,7 @@ _LEAST = 3
 _BEST = 6
 """How many of the runs that have found most mutants are asked first."""
 
+_MEASURED = 25
 _ENDLESS_S = 60.0
 _UNIT_S = 240.0
 
@@ -157,11 +158,13 @@ class Deck:
     def measure(self) -> None:
         """Find out what every run reaches, unless that is kept, and have cheap runs first."""
         kept: dict[str, tuple[int, list[str]]] = json.loads(self._file.read_text()) if self._file.exists() else {}
-        for label in self.labels:
-            if label not in kept:
-                events, places = _reached_by(label)
-                kept[label] = events, sorted(places)
-        self._file.write_text(json.dumps(kept))
+        new = [label for label in self.labels if label not in kept]
+        for number, label in enumerate(new, 1):
+            events, places = _reached_by(label)
+            kept[label] = events, sorted(places)
+            if number % _MEASURED == 0 or number == len(new):
+                # Often enough: a run that is ended in the middle does not begin anew.
+                self._file.write_text(json.dumps(kept))
         self._reached = {label: set(kept[label][1]) for label in self.labels}
         # Of every kind of run the cheapest first, then of every kind the next one: a mutant meets all kinds early.
         self.labels.sort(key=lambda label: kept[label][0])

@@ -497,6 +497,21 @@ class _RefusalOfAnyNumber(TargetSide):
         super().on_refused(sender, structs.replace(refused, sequence=0))
 
 
+class _ReadOfAnEarlierGeneration(TargetSide):
+    """Counts what was read before a retraction as if it were of the generation that was announced since."""
+
+    def count_moved(self, record: TargetRecord, report: SpanMoved) -> None:
+        super().count_moved(record, structs.replace(report, copy=record.copy))
+
+
+class _PreemptedFails(SourceSide):
+    """Fails a prefill that its engine has to start again."""
+
+    def retract(self, key: HandoffKey) -> None:
+        if (record := self._expected(key)) is not None:
+            self._end_by(record, SourceEvent.ABORTED, Outcome.FAILED, "preempted")
+
+
 class _SumsKept(TargetSide):
     """Keeps the checksums of a generation that was retracted."""
 
@@ -585,6 +600,9 @@ def _plants() -> Iterator[tuple[str, str, str, Bugs]]:
     yield "grant-not-repeated", "grant that comes again ignored", "taken", _sides(source=_GrantNotRepeated)
     any_number = _sides(target=_RefusalOfAnyNumber)
     yield "refusal-of-any-number", "refusal of another number taken", "left alone", any_number
+    yield "preempted-fails", "preempted request failed", "spurious failure", _sides(source=_PreemptedFails)
+    earlier = _sides(target=_ReadOfAnEarlierGeneration)
+    yield "read-of-an-earlier-generation", "read of a retracted generation counted", "counts agree", earlier
     yield "sums-kept", "checksums of a retracted generation kept", "counts agree", _sides(target=_SumsKept)
     yield "alarm-not-set", "no alarm while queued for a grant", "alarm", _sides(source=_AlarmNotSet)
     yield "every-peer-fenced", "all memory registered anew for one peer", "weakest fence", _sides(target=_EveryPeerFenced)
