@@ -12,7 +12,7 @@ from collections.abc import Callable
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.source import SourceRecord
 from kvbaton.agent.target import TargetRecord
-from kvbaton.core.handoff import Executor, HandoffKey, Incarnation, Integrity, TransferId
+from kvbaton.core.handoff import AuxChannel, Executor, HandoffKey, Incarnation, Integrity, TransferId
 from kvbaton.core.lifecycle import SourceState, TargetState
 from kvbaton.core.messages import (
     Announced,
@@ -208,9 +208,9 @@ class Reactions:
 
     def _on_stop(self, sender: Incarnation, stop: Stop) -> Check:
         """What holds the grant ends, or what has none yet. Whatever it was about, it is answered when all is quiet."""
-        if not stop.grant:
-            self._declined.add(stop.key.transfer_id)
         record = self._source.live.get(stop.key)
+        if not stop.grant or (record is not None and record.state is SourceState.PARKED):
+            self._declined.add(stop.key.transfer_id)
         is_ours = record is not None and record.target in (None, sender)
         is_meant = is_ours and record is not None and self._is_meant(record, stop)
         # Without a grant in hand: the stop may have overtaken the very grant, or come again after it was used up.
@@ -318,7 +318,7 @@ class Reactions:
         if record is None or record.source != sender or not self._is_current(record, message):
             return self._unchanged(key, message)
         state, is_reading = record.state, record.executor is Executor.TARGET_READS
-        is_by_message = isinstance(message, AuxSent) and message.aux is None and record.aux_channel.value == "control"
+        is_by_message = isinstance(message, AuxSent) and message.aux is None and record.aux_channel is AuxChannel.CONTROL
 
         def check(sent: list[Message]) -> Broken:
             is_live = self._target.live.get(key) is record

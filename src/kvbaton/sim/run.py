@@ -52,8 +52,17 @@ _PAUSED_S = 1.0
 
 _NEVER_LATE = (SourceEvent.LEASE_OUT, TargetEvent.NO_PROGRESS, TargetEvent.STOP_LATE)
 
-_UNSURE = frozenset({FaultKind.LOSE_REVOKE, FaultKind.PAUSE, FaultKind.PAUSE_RANK, FaultKind.CLOCK_JUMP})
-"""Faults because of which one peer is not fenced in time."""
+_UNSURE = frozenset(
+    {
+        FaultKind.LOSE_REVOKE,
+        FaultKind.PAUSE,
+        FaultKind.PAUSE_RANK,
+        FaultKind.CLOCK_JUMP,
+        FaultKind.STALL,
+        FaultKind.SEVER,
+    }
+)
+"""Faults because of which a peer is not fenced in time, or a copy of our own does not stop."""
 
 UNFENCED_RULES = frozenset({"epoch", "foreign byte", "mixed generations", "corrupt byte", "half-landed prefix"})
 """What nothing promises where `--unfenced-writes` lets libraries write that cannot be fenced: a late byte may land anywhere."""
@@ -648,7 +657,7 @@ def _executor(script: Script) -> Executor:
 
 def _may_reset(script: Script, limits: Limits) -> bool:
     """Whether a peer may be one that cannot be fenced alone, or not in time."""
-    is_slow = 4 * script.rank_lag_s > limits.stop_timeout
+    is_slow = 4 * script.rank_lag_s + 2 * script.move_s * script.uneven > limits.stop_timeout
     is_revocable = script.late_writes is LateWrites.REVOCABLE
     return not is_revocable or is_slow or any(fault.kind in _UNSURE for fault in script.faults)
 

@@ -141,7 +141,8 @@ class SimTransport:
         if not len(batch.runs):
             self._fabric.world.find("nothing twice", f"{self._where}: a batch without a run: {self.context}")
         if self.refuse_until > self._fabric.world.now:
-            if self.context is not None:
+            is_aux = len(batch.runs) > 0 and batch.runs[0][1] >= len(self.memory.cells)
+            if self.context is not None and not is_aux:
                 self.refused_since.setdefault(self.context, self._fabric.world.now)
             raise QueueFull("queue full: refused by the simulation; post again")
         self.refused_since.clear()
