@@ -339,7 +339,8 @@ class Run:
     def _is_reached(self, client: _Client, attempt: int) -> bool:
         """Whether a fault that has struck can have reached this attempt of a request: at one of its instances, or at itself.
 
-        A cancellation reaches the attempt that is being made, and none that follows it under the same transfer id.
+        A cancellation reaches the attempt that is being made, and none that follows it under the same transfer id, unless the
+        message about it is lost or late.
 
         Preemption excuses nothing: the prompt is computed again, and its client gets its answer. Nor does what is sent twice,
         or one short disturbance, shorter than any limit: what was lost is asked for again, and what waited goes on.
@@ -357,11 +358,13 @@ class Run:
         ends = {f"p{script.prefill}", f"d{script.decode}"}
         is_reset = self.script.unfenced_writes and script.mode is Mode.PUSH
         short = [fault for fault in self._struck if fault.is_short]
+        is_quiet = all(fault.kind in CALM | HARMLESS for fault in self._struck)
         for fault in self._struck:
             if fault.kind in HARMLESS or short == [fault]:
                 continue
             if fault.kind in (FaultKind.CANCEL_SOURCE, FaultKind.CANCEL_TARGET):
-                if key in self.clients[fault.number % len(self.clients)].keys and attempt <= self._cancelled_at[fault]:
+                is_first = attempt <= self._cancelled_at[fault] or not is_quiet
+                if key in self.clients[fault.number % len(self.clients)].keys and is_first:
                     return True
             elif is_reset or (ends == {fault.who, fault.other} if fault.kind in LINK_FAULTS else fault.who in ends):
                 return True
