@@ -235,6 +235,9 @@ class Coordinator:
         if side is not Side.SOURCE:
             self.target.cancel(key, "the request was cancelled")
 
+    def refuse(self, key: HandoffKey, reason: str) -> None:
+        self.source.refuse(key, reason)
+
     def stop(self, reason: str) -> None:
         """Cancel every hand-off and notify the peers, so that none of them has to wait for a deadline."""
         for side in (self.source, self.target):
