@@ -230,8 +230,10 @@ class Driver(HandoffPort):
         for envelope, via in self._sockets.receive():
             frames += 1
             # The engine may have submitted something while the last frame was handled, and the next frame may be about it.
-            self._take_commands()
-            self._guarded(partial(self._coordinator.on_frame, envelope, via))
+            if self._commands:
+                self._take_commands()
+            for each in envelope.each():
+                self._guarded(partial(self._coordinator.on_frame, each, via))
         for address, reason in self._sockets.refusals():
             self._guarded(partial(self._coordinator.target.on_refused_peer, address, reason))
         began = time.monotonic()
@@ -241,6 +243,8 @@ class Driver(HandoffPort):
         self._note_frames(frames, time.monotonic())
         self._guarded(partial(self._coordinator.tick, is_behind=self._is_behind(frames, time.monotonic())))
         self._take_reports()
+        # Before the engine is woken: it takes the interpreter lock, and what this turn has sent would wait for it.
+        self._sockets.flush()
         if self._events or self._seems_idle():
             self._news()
 
