@@ -64,7 +64,7 @@ def _turn_over(side: Side, frames: list[Envelope], monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(side.sockets, "receive", receive)
     monkeypatch.setattr(side.sockets, "flush", lambda: done.append("flush"))
-    monkeypatch.setattr(side.driver._coordinator, "on_frame", lambda envelope, via: done.append("message"))
+    monkeypatch.setattr(side.driver._coordinator, "on_frame", lambda *_: done.append("message"))
     side.driver._turn()
     return done
 
