@@ -42,6 +42,7 @@ __all__ = [
     "check_offsets",
     "check_runs",
     "compile_c",
+    "compiled_library",
     "load_loops",
 ]
 
@@ -65,6 +66,9 @@ _CHUNK_BYTES = 256 << 10
 _MAX_SIZES = 16
 _TRIAL_BYTES = 509
 _FEW_RUNS = 4
+_QUICK_BYTES, _ANY_BYTES = 256 << 10, 2**63 - 1
+_TOO_LONG = 1
+"""What the loop answers instead of summing more than it may."""
 
 
 class Loops:
@@ -86,10 +90,11 @@ class Loops:
         self._move_few = holding.move_few
         self._move_few.argtypes = [pointer, size, pointer, size, pointer, number, number, number, size]
         self._move_few.restype = size
-        self._sum_pieces = code.sum_pieces
-        word = ctypes.c_uint32
-        self._sum_pieces.argtypes = [pointer, ctypes.c_int64, pointer, number, pointer, number, word, pointer]
-        self._sum_pieces.restype = ctypes.c_int64
+        self._sum_pieces, self._sum_few = code.sum_pieces, holding.sum_pieces
+        word, signed = ctypes.c_uint32, ctypes.c_int64
+        for each in (self._sum_pieces, self._sum_few):
+            each.argtypes = [pointer, signed, pointer, number, signed, pointer, number, word, pointer]
+            each.restype = signed
         self.limit_sums = code.limit_sums
         self.limit_sums.argtypes = [ctypes.c_int]
         self.can_sum = self._sums_as_zlib()
@@ -121,14 +126,19 @@ class Loops:
         return int(self._move_few(starts[0], sizes[0], starts[1], sizes[1], runs.ctypes.data, *numbers))
 
     def sums(self, region: npt.NDArray[np.uint8], pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
-        """CRC-32 of parts of these pieces of `region`, as `RegionSummer.sums`, without the interpreter's lock."""
+        """CRC-32 of parts of these pieces of `region`, as `RegionSummer.sums`; long ones without the interpreter's lock."""
         pieces = np.ascontiguousarray(pieces, np.int64)
-        parts, sums = np.array(ends, np.int64), np.empty(len(ends), np.uint32)
-        numbers = (pieces.ctypes.data, len(pieces), parts.ctypes.data, len(parts), value, sums.ctypes.data)
-        refused = int(self._sum_pieces(region.ctypes.data, region.nbytes, *numbers))
+        # Arrays of ctypes, not of NumPy: a span has one sum, and half of its time would be spent on making and finding those.
+        parts, sums = (ctypes.c_int64 * len(ends))(*ends), (ctypes.c_uint32 * len(ends))()
+        start, size, table, count = region.ctypes.data, region.nbytes, pieces.ctypes.data, len(pieces)
+        refused = _TOO_LONG
+        if count <= MAX_SLICE_RUNS:
+            refused = self._sum_few(start, size, table, count, _QUICK_BYTES, parts, len(ends), value, sums)
+        if refused == _TOO_LONG:
+            refused = self._sum_pieces(start, size, table, count, _ANY_BYTES, parts, len(ends), value, sums)
         if refused:
             _refuse_piece(pieces[-1 - refused], region.nbytes)
-        return sums.tolist()
+        return sums[:]
 
     def _sums_as_zlib(self) -> bool:
         region = (np.arange(_TRIAL_BYTES) * 167 >> 3).astype(np.uint8)
@@ -164,21 +174,22 @@ class CopyCrew:
 def load_loops(directory: Path | None = None, compiler: str = "cc") -> Loops | None:
     """The loops, from `directory` (by default a cache of this user) or compiled into it; None, with the reason in the log."""
     try:
-        return Loops(_library(directory or _cache(), compiler))
+        return Loops(compiled_library("loops", _CODE, directory, compiler))
     except (OSError, AttributeError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home directory
         _log.info("no loops in C over runs (%s); install a C compiler to make short runs faster", error)
         return None
 
 
-def _library(directory: Path, compiler: str) -> Path:
-    """The compiled file, which is named after what it was made from."""
-    code = b"".join(file.read_bytes() for file in _CODE)
+def compiled_library(name: str, files: Sequence[Path], directory: Path | None = None, compiler: str = "cc") -> Path:
+    """The compiled file, which is named after what it was made from. Raises OSError, RuntimeError or SubprocessError."""
+    directory = directory or _cache()
+    code = b"".join(file.read_bytes() for file in files)
     digest = hashlib.blake2b(code + repr((_OPTIONS, platform.machine(), platform.libc_ver())).encode(), digest_size=8)
-    library = directory / f"loops-{digest.hexdigest()}.so"
+    library = directory / f"{name}-{digest.hexdigest()}.so"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_private(directory)
     if not library.exists():
-        compile_c(_CODE, library, *_OPTIONS, compiler=compiler)
+        compile_c(files, library, *_OPTIONS, compiler=compiler)
     return library
 
 

@@ -98,6 +98,26 @@ def test_control_one_changed_bit_changes_the_sum(loops: Loops | OneWay | None, a
 
 
 @WAYS
+@pytest.mark.parametrize("size", [(256 << 10) - 1, 256 << 10, (256 << 10) + 1])
+@pytest.mark.parametrize("at", [0, 8191, 8192, -1])
+def test_control_a_changed_bit_shows_in_sums_with_and_without_the_interpreters_lock(
+    loops: Loops | OneWay | None, size: int, at: int
+) -> None:
+    region = np.resize(REGION, size)
+    pieces = [(0, 8192), (8192, size - 8192)]
+    whole = sums_of(loops, pieces, [1, 2], region=region)
+    assert whole == [zlib.crc32(region[:8192]), zlib.crc32(region[8192:])]
+    region[at] ^= 1
+    assert sums_of(loops, pieces, [1, 2], region=region) != whole
+
+
+@WAYS
+def test_more_pieces_than_are_summed_at_once(loops: Loops | OneWay | None) -> None:
+    pieces = [(at, 3) for at in range(1025)]
+    assert sum_of(loops, pieces) == zlib.crc32(b"".join(REGION[at : at + 3].tobytes() for at in range(1025)))
+
+
+@WAYS
 @pytest.mark.parametrize("piece", [(4999, 2), (-1, 1), (0, -1), (5001, 0), (0, 5001), (2**62, 2**62), (1, 2**63 - 1)])
 def test_a_piece_outside_the_region_is_refused_before_anything_is_read(
     loops: Loops | OneWay | None, piece: tuple[int, int]
