@@ -500,8 +500,8 @@ class _RefusalOfAnyNumber(TargetSide):
 class _ReadOfAnEarlierGeneration(TargetSide):
     """Counts what was read before a retraction as if it were of the generation that was announced since."""
 
-    def count_moved(self, record: TargetRecord, report: SpanMoved) -> None:
-        super().count_moved(record, structs.replace(report, copy=record.copy))
+    def count_moved(self, record: TargetRecord, reports: Sequence[SpanMoved]) -> None:
+        super().count_moved(record, [structs.replace(report, copy=record.copy) for report in reports])
 
 
 class _PreemptedFails(SourceSide):
