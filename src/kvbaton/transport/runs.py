@@ -125,25 +125,28 @@ class Loops:
         numbers = (row, column, len(runs), most_bytes)
         return int(self._move_few(starts[0], sizes[0], starts[1], sizes[1], runs.ctypes.data, *numbers))
 
-    def sums(self, region: npt.NDArray[np.uint8], pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
-        """CRC-32 of parts of these pieces of `region`, as `RegionSummer.sums`; long ones without the interpreter's lock."""
+    def sums(self, start: int, region_bytes: int, pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
+        """CRC-32 of parts of these pieces of a region, as `RegionSummer.sums`; long ones without the interpreter's lock.
+
+        `start` is the region's address: to find that of an array takes as long as to sum 20 KiB.
+        """
         pieces = np.ascontiguousarray(pieces, np.int64)
         # Arrays of ctypes, not of NumPy: a span has one sum, and half of its time would be spent on making and finding those.
         parts, sums = (ctypes.c_int64 * len(ends))(*ends), (ctypes.c_uint32 * len(ends))()
-        start, size, table, count = region.ctypes.data, region.nbytes, pieces.ctypes.data, len(pieces)
+        table, count = pieces.ctypes.data, len(pieces)
         refused = _TOO_LONG
         if count <= MAX_SLICE_RUNS:
-            refused = self._sum_few(start, size, table, count, _QUICK_BYTES, parts, len(ends), value, sums)
+            refused = self._sum_few(start, region_bytes, table, count, _QUICK_BYTES, parts, len(ends), value, sums)
         if refused == _TOO_LONG:
-            refused = self._sum_pieces(start, size, table, count, _ANY_BYTES, parts, len(ends), value, sums)
+            refused = self._sum_pieces(start, region_bytes, table, count, _ANY_BYTES, parts, len(ends), value, sums)
         if refused:
-            _refuse_piece(pieces[-1 - refused], region.nbytes)
+            _refuse_piece(pieces[-1 - refused], region_bytes)
         return sums[:]
 
     def _sums_as_zlib(self) -> bool:
         region = (np.arange(_TRIAL_BYTES) * 167 >> 3).astype(np.uint8)
         pieces, ends = np.array([[0, _TRIAL_BYTES], [64, 192], [7, 64], [1, 63], [300, 201]]), (1, 3, 5)
-        return self.sums(region, pieces, ends, 1) == _sum_each(region, pieces, ends, 1)
+        return self.sums(region.ctypes.data, region.nbytes, pieces, ends, 1) == _sum_each(region, pieces, ends, 1)
 
 
 class CopyCrew:
@@ -260,6 +263,7 @@ class RegionSummer:
 
     def __init__(self, region: memoryview, loops: Loops | None) -> None:
         self._region = np.frombuffer(region, np.uint8)
+        self._start = int(self._region.ctypes.data)
         self._loops = loops if loops is not None and loops.can_sum else None
 
     def sums(self, pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
@@ -268,7 +272,7 @@ class RegionSummer:
         Raises RangeError when a piece leaves the region.
         """
         if self._loops is not None:
-            return self._loops.sums(self._region, pieces, ends, value)
+            return self._loops.sums(self._start, self._region.nbytes, pieces, ends, value)
         return _sum_each(self._region, pieces, ends, value)
 
 

@@ -31,10 +31,10 @@ class OneWay:
         self._ways = ways
         self.name = ("table", "folding", "instruction")[ways]
 
-    def sums(self, region: Region, pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
+    def sums(self, start: int, region_bytes: int, pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
         self._loops.limit_sums(self._ways)
         try:
-            return self._loops.sums(region, pieces, ends, value)
+            return self._loops.sums(start, region_bytes, pieces, ends, value)
         finally:
             self._loops.limit_sums(ALL_WAYS)
 
