@@ -10,6 +10,7 @@ import socket
 import ssl
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
+from functools import partial
 
 import numpy as np
 import pytest
@@ -206,9 +207,9 @@ def test_a_record_that_was_changed_anywhere_does_not_open(parts: ExitStack, suit
         record = bytearray(wire.record(b"x" * size))
         record[at] ^= 1
         wire.deliver(bytes(record) + bytes(300))
-        reason = reason_of(lambda wire=wire: wire.receiver.recv(size))
+        reason = reason_of(partial(wire.receiver.recv, size))
         assert "bad record mac" in reason or "unexpected message" in reason
-        reason_of(lambda wire=wire: wire.receiver.recv(size))  # and nothing after it, either
+        reason_of(partial(wire.receiver.recv, size))  # and nothing after it, either
 
 
 @pytest.mark.parametrize("order", [[0, 0], [1], [0, 2], [1, 0]], ids=["repeated", "one left out", "one lost", "swapped"])

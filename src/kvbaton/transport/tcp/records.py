@@ -44,7 +44,8 @@ _SUITES = {
     "TLS_AES_128_GCM_SHA256": (16, "sha256", "EVP_aes_128_gcm"),
     "TLS_AES_256_GCM_SHA384": (32, "sha384", "EVP_aes_256_gcm"),
 }
-_EVP = ("EVP_CIPHER_CTX_new", "EVP_CIPHER_CTX_free", "EVP_CipherInit_ex", "EVP_CipherUpdate", "EVP_CipherFinal_ex")
+_CALLS: tuple[str, ...] = ("EVP_CIPHER_CTX_new", "EVP_CIPHER_CTX_free", "EVP_CipherInit_ex", "EVP_CipherUpdate")
+_CALLS += ("EVP_CipherFinal_ex", "EVP_CIPHER_CTX_ctrl")
 _BAD_RECORD, _UNEXPECTED, _NO_KEYS, _UPDATED, _UPDATE_REQUESTED, _ALERTED = -1001, -1002, -1003, -1010, -1011, -2000
 _REASONS = {_BAD_RECORD: "DECRYPTION_FAILED_OR_BAD_RECORD_MAC", _UNEXPECTED: "UNEXPECTED_MESSAGE"}
 _ALERTS = {
@@ -60,7 +61,7 @@ _ALERTS = {
 
 
 class _Crypto(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_void_p) for name in (*_EVP, "EVP_CIPHER_CTX_ctrl"))
+    _fields_ = tuple((name, ctypes.c_void_p) for name in _CALLS)
 
 
 class RecordCode:
@@ -70,7 +71,7 @@ class RecordCode:
         import _ssl
 
         openssl = ctypes.CDLL(_ssl.__file__)
-        addresses = (ctypes.cast(getattr(openssl, name), ctypes.c_void_p) for name, _ in _Crypto._fields_)
+        addresses = (ctypes.cast(getattr(openssl, name), ctypes.c_void_p) for name in _CALLS)
         self.crypto = _Crypto(*addresses)
         self.ciphers: dict[str, int] = {}
         for _, _, name in _SUITES.values():
