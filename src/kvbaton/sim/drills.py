@@ -446,6 +446,7 @@ def _cancelled_and_tried_again(rng: random.Random) -> Script:
         rng,
         rng.choice(list(Mode)),
         retries=3,
+        retries_once=True,
         reuse_id=True,
         retry_after_s=rng.choice((0.02, 0.3)),
         decode_delay_s=rng.choice((0.0, 0.1)),
