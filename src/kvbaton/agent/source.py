@@ -611,7 +611,7 @@ class SourceSide:
         record = self.live.get(stop.key)
         if record is None or record.target not in (None, sender) or not self._is_stopped_by(record, stop, overtook_grant):
             if record is None and not stop.grant:
-                self._remember_declined(sender, stop)
+                self._remember_declined(sender, stop, stop.prompt)
             if stop.sequence > self._windows.used_up_to(sender):
                 # Too far ahead to be used up: its grant could still be accepted one day, so there is nothing to promise.
                 self.late_total["stop"] += 1
@@ -620,8 +620,7 @@ class SourceSide:
             return
         if record.state is SourceState.PARKED:
             # The engine's own request is still on its way. Without this it would wait for a target that is gone.
-            until = self._clock() + self._limits.defer_timeout
-            self._declined.add(stop.key, record.prompt, _reason_of(stop), until)
+            self._remember_declined(sender, stop, record.prompt)
         record.stop_asked = True
         record.target = sender
         self._end_by(record, SourceEvent.STOP_ASKED, _outcome_here(stop.outcome), _reason_of(stop))
@@ -862,11 +861,15 @@ class SourceSide:
         numbers = {"grant": grant.grant, "used_up_to": used_up_to, "sequence": grant.sequence}
         self._control.send(sender, Refused(reason=reason, key=grant.key, stale=True, **numbers))
 
-    def _remember_declined(self, sender: Incarnation, stop: Stop) -> None:
-        """The engine may still be asked for it; what has ended here before needs no memory of that."""
+    def _remember_declined(self, sender: Incarnation, stop: Stop, prompt: str) -> None:
+        """The engine may still be asked for it; what has ended here before needs no memory of that.
+
+        The engine may have cancelled it before its grant came: a decline that is kept then would end the next request of the
+        same transfer id.
+        """
         if self._end_of(sender, stop.key, 0) is None:
             until = self._clock() + self._limits.defer_timeout
-            self._declined.add(stop.key, stop.prompt, _reason_of(stop), until)
+            self._declined.add(stop.key, prompt, _reason_of(stop), until)
 
     def _end_of(self, sender: Incarnation, key: HandoffKey, grant: int) -> Over | None:
         """How it ended for this target, or before there was any."""

@@ -643,6 +643,19 @@ def test_a_parked_grant_that_was_stopped_ends_the_request_that_comes_for_it(rig:
     assert rig.take_events() == [Granted(KEY)]
 
 
+def test_a_grant_that_comes_after_its_request_was_cancelled_leaves_no_decline_for_the_next_one(rig: Rig) -> None:
+    rig.expect()
+    rig.side.cancel(KEY, "the client left")
+    rig.side.on_grant(T1, grant())
+    assert rig.state() is SourceState.PARKED
+    rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED, "the client left", sequence=1))
+    assert rig.sent(Stopped) == [Stopped(KEY, 1)]
+    rig.take_events()
+    rig.expect()
+    assert rig.take_events() == []
+    assert rig.state() is SourceState.QUEUED
+
+
 def test_another_prompt_under_the_key_of_a_stopped_parked_grant_is_not_ended(rig: Rig) -> None:
     rig.side.on_grant(T1, grant())
     rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED, "the client left", sequence=1))
