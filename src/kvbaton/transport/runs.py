@@ -42,7 +42,6 @@ __all__ = [
     "check_offsets",
     "check_runs",
     "compile_c",
-    "compiled_library",
     "load_loops",
 ]
 
@@ -177,22 +176,21 @@ class CopyCrew:
 def load_loops(directory: Path | None = None, compiler: str = "cc") -> Loops | None:
     """The loops, from `directory` (by default a cache of this user) or compiled into it; None, with the reason in the log."""
     try:
-        return Loops(compiled_library("loops", _CODE, directory, compiler))
+        return Loops(_library(directory or _cache(), compiler))
     except (OSError, AttributeError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home directory
         _log.info("no loops in C over runs (%s); install a C compiler to make short runs faster", error)
         return None
 
 
-def compiled_library(name: str, files: Sequence[Path], directory: Path | None = None, compiler: str = "cc") -> Path:
-    """The compiled file, which is named after what it was made from. Raises OSError, RuntimeError or SubprocessError."""
-    directory = directory or _cache()
-    code = b"".join(file.read_bytes() for file in files)
+def _library(directory: Path, compiler: str) -> Path:
+    """The compiled file, which is named after what it was made from."""
+    code = b"".join(file.read_bytes() for file in _CODE)
     digest = hashlib.blake2b(code + repr((_OPTIONS, platform.machine(), platform.libc_ver())).encode(), digest_size=8)
-    library = directory / f"{name}-{digest.hexdigest()}.so"
+    library = directory / f"loops-{digest.hexdigest()}.so"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_private(directory)
     if not library.exists():
-        compile_c(files, library, *_OPTIONS, compiler=compiler)
+        compile_c(_CODE, library, *_OPTIONS, compiler=compiler)
     return library
 
 
