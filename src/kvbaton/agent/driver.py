@@ -38,9 +38,6 @@ _Command = Callable[[], None] | tuple[SpansReady, ...]
 
 _MAX_COMMANDS = 100_000
 _COMMANDS_PER_BEAT = 256
-_MESSAGES_AT_ONCE = 16
-"""Messages of peers that are handled before what follows from them is passed on."""
-
 _IDLE_S = 5.0
 _STOP_S = 10.0
 _PAUSE_S = 0.05
@@ -232,44 +229,23 @@ class Driver(HandoffPort):
         # Cleared first: a command that is submitted from here on wakes the next turn, if this one does not take it.
         self._wakeup.clear()
         self._take_commands()
-        frames = messages = 0
+        frames = 0
         for envelope, via in self._sockets.receive():
             frames += 1
             # The engine may have submitted something while the last frame was handled, and the next frame may be about it.
-            if self._commands:
-                self._take_commands()
-            for each in envelope.each():
-                messages += 1
-                self._guarded(partial(self._coordinator.on_frame, each, via))
-            if messages >= _MESSAGES_AT_ONCE:
-                # Else a peer with many hand-offs would have nothing to do until all that it has sent is handled here, and
-                # then this side until all that follows from it is handled there: each would wait for the other in turn.
-                messages = 0
-                self._pass_on()
+            self._take_commands()
+            self._guarded(partial(self._coordinator.on_frame, envelope, via))
         for address, reason in self._sockets.refusals():
             self._guarded(partial(self._coordinator.target.on_refused_peer, address, reason))
-        self._poll_ranks()
-        now = time.monotonic()
-        self._note_frames(frames, now)
-        self._guarded(partial(self._coordinator.tick, is_behind=self._is_behind(frames, now)))
-        self._take_reports()
-        # Before the engine is woken: it takes the interpreter lock, and what this turn has sent would wait for it.
-        self._sockets.flush()
-        if self._events or self._seems_idle():
-            self._news()
-
-    def _pass_on(self) -> None:
-        """Let the ranks, the peers and the engine go on with what was handled so far."""
-        self._poll_ranks()
-        self._sockets.flush()
-        if self._events:
-            self._news()
-
-    def _poll_ranks(self) -> None:
         began = time.monotonic()
         self._guarded(self._ranks.poll)
         self._poll_s += time.monotonic() - began
         self._take_reports()
+        self._note_frames(frames, time.monotonic())
+        self._guarded(partial(self._coordinator.tick, is_behind=self._is_behind(frames, time.monotonic())))
+        self._take_reports()
+        if self._events or self._seems_idle():
+            self._news()
 
     def _seems_idle(self) -> bool:
         """Whether the engine may be asleep: then it is woken, so that the next heartbeat shows that it does not hang."""

@@ -2,7 +2,6 @@
 
 Answers travel back over the connection on which the question arrived, so a source never has to trust an address. Every socket
 belongs to the driver's thread. Sends never wait: what does not fit into a queue is dropped and counted; the logic asks again.
-What is sent to a peer is collected until `flush`, and leaves in one frame: encoding, sealing and reading it cost per frame.
 
 With a cluster key, a connection is used only after both ends have proved that they have it (`wire/door.py`). The first message
 binds an incarnation to the connection: another one on the same connection is refused, so a peer sends in its own name only.
@@ -54,12 +53,6 @@ _DIAL_LIFE_S = 10.0
 _FIRST_RETRY_S = 0.05
 _LONGEST_RETRY_S = 1.0
 _LINGER_S = 0.2
-_FRAME_MESSAGES = 32
-"""Messages to one peer that do not wait for `flush`: the peer works on them while this side works on what is left."""
-
-_SHARED_FRAME_BYTES = 256 * 1024
-"""Messages share a frame up to this size; it is far below the limit, because one that is too long ends the connection."""
-
 _MAX_REASON = 1000
 _HOST_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]*[A-Za-z0-9])?\.?")
 
@@ -146,7 +139,6 @@ class ControlSockets:
         self._lookups = Lookups()
         self._dialled: OrderedDict[ControlAddress, _Dialled] = OrderedDict()
         self._routes: dict[Incarnation, PeerConnection | _Dialled] = {}
-        self._outbox: dict[Incarnation, list[Message]] = {}
         self._refusals: dict[ControlAddress, str] = {}
         self._queued_bytes = 0
         self._tokens, self._tokens_at = _DIAL_BURST, time.monotonic()
@@ -172,44 +164,18 @@ class ControlSockets:
             self._hang_up(dialled)
 
     def send(self, peer: Incarnation, message: Message) -> None:
-        """Send to a known peer with the next `flush`."""
-        if peer not in self._routes:
-            self.dropped_total[Dropped.NO_ROUTE] += 1
-            return
-        waiting = self._outbox.setdefault(peer, [])
-        waiting.append(message)
-        if len(waiting) >= _FRAME_MESSAGES:
-            del self._outbox[peer]
-            self._send_all(peer, waiting)
-            self._door.flush()
-
-    def flush(self) -> None:
-        """Let everything leave that was sent so far."""
-        if self._outbox:
-            outbox, self._outbox = self._outbox, {}
-            for peer, messages in outbox.items():
-                self._send_all(peer, messages)
-        self._door.flush()
-
-    def _send_all(self, peer: Incarnation, messages: list[Message]) -> None:
-        frame = encode(self._me, peer, *messages)
-        if len(frame) > _SHARED_FRAME_BYTES and len(messages) > 1:
-            half = len(messages) // 2
-            self._send_all(peer, messages[:half])
-            self._send_all(peer, messages[half:])
-            return
         route = self._routes.get(peer)
         if route is None:
-            self.dropped_total[Dropped.NO_ROUTE] += len(messages)
+            self.dropped_total[Dropped.NO_ROUTE] += 1
         elif isinstance(route, PeerConnection):
-            self._send(route, frame)
+            self._send(route, encode(self._me, peer, message))
         else:
-            self._send_to(route, frame)
+            self._send_to(route, encode(self._me, peer, message))
 
     def wait(self, timeout_s: float, wakeups: list[int]) -> bool:
         """Wait until a frame or one of the file descriptors `wakeups` is ready, at most `timeout_s`; whether anything is."""
-        self.flush()
         if self._refusals:
+            self._door.flush()
             return True
         self._door.watch([self._lookups.fd, *wakeups])
         return self._door.wait(min(timeout_s, self._reconnect()))
@@ -235,7 +201,6 @@ class ControlSockets:
 
     def close(self) -> None:
         """Close every socket; unsent frames get a moment to leave. Idempotent."""
-        self.flush()
         self._door.close(_LINGER_S)
         self._lookups.close()
 

@@ -22,7 +22,7 @@ from kvbaton.errors import ConfigError, Incompatible
 
 __all__ = ["PROTOCOL", "Card", "Endpoint", "ProcessId", "RankCard", "check_compatible", "make_card"]
 
-PROTOCOL = 4
+PROTOCOL = 3
 """Version of the control protocol; peers of another version are refused, with both numbers."""
 
 _UNCUT = Shape()

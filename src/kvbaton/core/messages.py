@@ -1,16 +1,15 @@
 """Every message of the control channel, typed and tagged, and the one decoder for all of them.
 
-Coordinators send each other the messages below. A frame is one msgpack map `Envelope`, with one message or several; nothing
-else is read. Every message about a hand-off carries its key and the number of the grant it belongs to (0: before any grant).
-Messages may be lost, doubled and reordered; the receiver decides by key, grant and generation what a message is about. Only
-durations cross the wire, never points in time: the clocks of two hosts are not compared.
+Coordinators send each other the messages below. A frame is one msgpack map `Envelope`; nothing else is read. Every message
+about a hand-off carries its key and the number of the grant it belongs to (0: before any grant). Messages may be lost, doubled
+and reordered; the receiver decides by key, grant and generation what a message is about. Only durations cross the wire, never
+points in time: the clocks of two hosts are not compared.
 
 A new message is a struct here, a member of `HandoffMessage`, and a `case` in `Coordinator`; docs/protocol.md describes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated
 
 import msgspec
@@ -25,7 +24,6 @@ from kvbaton.errors import ProtocolError
 __all__ = [
     "MAX_FRAME_BYTES",
     "MAX_INCARNATION",
-    "MAX_MESSAGES",
     "MAX_NUMBER",
     "MAX_REASON",
     "Announced",
@@ -51,9 +49,6 @@ __all__ = [
 
 MAX_FRAME_BYTES = 4 << 20
 """No frame of ours is larger; larger ones are dropped unread."""
-
-MAX_MESSAGES = 256
-"""Messages in one frame."""
 
 MAX_INCARNATION = 256
 """Characters of an incarnation on the wire."""
@@ -240,25 +235,13 @@ HandoffMessage = (
 Message = Hello | Refused | HandoffMessage
 
 
-class Envelope(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One frame: the sender, the incarnation that it is for (empty: whichever process answers there), and the message.
-
-    `more` are further messages, in order: what a side sends to a peer at one moment is encoded, sealed and read once.
-    """
+class Envelope(msgspec.Struct, frozen=True):
+    """One frame: the sender, the incarnation that it is for (empty: whichever process answers there), and the message."""
 
     version: int
     sender: Annotated[Incarnation, Meta(min_length=1, max_length=MAX_INCARNATION)]
     recipient: Annotated[str, Meta(max_length=MAX_INCARNATION)]
     message: Message
-    more: Annotated[tuple[Message, ...], Meta(max_length=MAX_MESSAGES - 1)] = ()
-
-    def each(self) -> Iterator[Envelope]:
-        """Every message in an envelope of its own."""
-        if not self.more:
-            yield self
-            return
-        for message in (self.message, *self.more):
-            yield Envelope(self.version, self.sender, self.recipient, message)
 
 
 class _Version(msgspec.Struct):
@@ -270,9 +253,9 @@ _decoder = msgspec.msgpack.Decoder(Envelope)
 _version_decoder = msgspec.msgpack.Decoder(_Version)
 
 
-def encode(sender: Incarnation, recipient: str, message: Message, *more: Message) -> bytes:
-    """The frame that carries `message`, and `more` after it; MAX_MESSAGES at most."""
-    return _encoder.encode(Envelope(PROTOCOL, sender, recipient, message, more))
+def encode(sender: Incarnation, recipient: str, message: Message) -> bytes:
+    """The frame that carries `message`."""
+    return _encoder.encode(Envelope(version=PROTOCOL, sender=sender, recipient=recipient, message=message))
 
 
 def decode(frame: bytes | memoryview) -> Envelope:

@@ -6,7 +6,6 @@ import contextlib
 import secrets
 import socket
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Self, TypeVar
@@ -190,7 +189,6 @@ class Intruder:
         self._dialled: ControlAddress | None = None
         self._listener: socket.socket | None = None
         self._peer: WirePeer | None = None
-        self._received: deque[Envelope] = deque()
         self.address = ControlAddress.of("127.0.0.1", PortPicker().pick())
 
     def __enter__(self) -> Self:
@@ -266,9 +264,7 @@ class Intruder:
         """The next message of that kind."""
         give_up_at = time.monotonic() + _ANSWER_MS / 1000
         while time.monotonic() < give_up_at:
-            if not self._received:
-                self._received.extend(decode(self.receive()).each())
-            envelope = self._received.popleft()
+            envelope = decode(self.receive())
             if isinstance(envelope.message, kind):
                 return envelope
         raise AssertionError(f"no {kind.__name__}")

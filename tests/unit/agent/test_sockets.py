@@ -20,8 +20,8 @@ from kvbaton.agent.sockets import ControlSockets, Dropped
 from kvbaton.config import Trust, parse_trust
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import PROTOCOL
-from kvbaton.core.handoff import HandoffKey, Incarnation, TransferId
-from kvbaton.core.messages import MAX_FRAME_BYTES, Announced, Envelope, Heartbeat, Refused, decode, encode
+from kvbaton.core.handoff import Incarnation
+from kvbaton.core.messages import MAX_FRAME_BYTES, Envelope, Heartbeat, Refused, decode, encode
 from kvbaton.errors import ConfigError
 from kvbaton.launch.ports import PortPicker, check_port_free
 from kvbaton.wire.zmtp import encode_frame
@@ -158,48 +158,6 @@ def test_a_question_and_its_answer_travel_over_one_connection(rig: Rig, trust: T
     alice.send(BOB, BEAT)
     assert exchange(alice, bob) == [(ALICE, None)]
     assert alice.dropped_total.total() == bob.dropped_total.total() == 0
-
-
-def beats(count: int) -> list[Heartbeat]:
-    return [Heartbeat(True, ((HandoffKey(TransferId(f"tx-{number}")), number),)) for number in range(count)]
-
-
-@pytest.mark.parametrize("trust", [None, KEY], ids=["open", "key"])
-def test_what_is_sent_before_a_flush_arrives_in_one_frame_in_order(rig: Rig, trust: Trust | None) -> None:
-    alice, bob = rig.make(ALICE, trust), rig.make(BOB, trust)
-    alice.dial(bob.address, BEAT)
-    exchange(alice, bob)
-    for beat in beats(5):
-        bob.send(ALICE, beat)
-    bob.flush()
-    ((envelope, via),) = take(alice)
-    assert [each.message for each in envelope.each()] == beats(5)
-    assert (via, {(each.sender, each.recipient) for each in envelope.each()}) == (bob.address, {(BOB, ALICE)})
-
-
-def test_a_peer_need_not_wait_for_the_last_of_many_messages(rig: Rig) -> None:
-    alice, bob = rig.make(ALICE), rig.make(BOB)
-    alice.dial(bob.address, BEAT)
-    exchange(alice, bob)
-    sent = beats(2 * sockets_module._FRAME_MESSAGES + 1)
-    for beat in sent:
-        bob.send(ALICE, beat)
-    before = [each.message for envelope, _ in take(alice, 2) for each in envelope.each()]
-    assert before == sent[:-1]
-    bob.flush()
-    assert [envelope.message for envelope, _ in take(alice)] == sent[-1:]
-
-
-def test_messages_share_a_frame_only_while_it_is_short(rig: Rig) -> None:
-    alice, bob = rig.make(ALICE), rig.make(BOB)
-    alice.dial(bob.address, BEAT)
-    exchange(alice, bob)
-    long = Announced(HandoffKey(TransferId("tx")), 1, 1, (tuple(range(1 << 20, (1 << 20) + 30_000)),), ())
-    for _ in range(4):
-        bob.send(ALICE, long)
-    bob.flush()
-    frames = [envelope for envelope, _ in take(alice, 4)]
-    assert [(envelope.message, envelope.more) for envelope in frames] == [(long, ())] * 4
 
 
 def test_listening_where_others_can_reach_it_needs_a_key_or_a_list() -> None:

@@ -15,7 +15,6 @@ from kvbaton.core.handoff import MAX_TRANSFER_ID, Aux, Executor, HandoffKey, Inc
 from kvbaton.core.messages import (
     MAX_FRAME_BYTES,
     MAX_INCARNATION,
-    MAX_MESSAGES,
     MAX_REASON,
     Announced,
     AuxSent,
@@ -149,23 +148,6 @@ def test_every_message_comes_back_as_it_was_sent(message: Message, sender: Incar
     assert (envelope.version, envelope.sender, envelope.recipient) == (PROTOCOL, sender, recipient)
     assert envelope.message == message
     assert type(envelope.message) is type(message)
-
-
-def test_a_frame_holds_many_messages_in_order_and_no_more_than_the_limit() -> None:
-    envelope = decode(encode(ME, "you", *EXAMPLES))
-    assert [each.message for each in envelope.each()] == list(EXAMPLES)
-    assert {(each.version, each.sender, each.recipient, each.more) for each in envelope.each()} == {(PROTOCOL, ME, "you", ())}
-    beat = Heartbeat(True, ())
-    assert len(list(decode(encode(ME, "", *[beat] * MAX_MESSAGES)).each())) == MAX_MESSAGES
-    with pytest.raises(ProtocolError, match="not a message of ours"):
-        decode(encode(ME, "", *[beat] * (MAX_MESSAGES + 1)))
-
-
-def test_a_frame_with_one_bad_message_is_refused_whole() -> None:
-    frame = msgspec.msgpack.decode(encode(ME, "", Heartbeat(True, ()), Heartbeat(True, ())))
-    frame["more"][0]["type"] = "unknown"
-    with pytest.raises(ProtocolError, match="not a message of ours"):
-        decode(msgspec.msgpack.encode(frame))
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=_name)
