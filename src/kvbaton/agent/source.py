@@ -537,10 +537,10 @@ class SourceSide:
                 self._refuse_stale(sender, grant)
         elif record is None:
             reason, until = self._refused_here.pop(grant.key, ("", 0.0))
-            if self._clock() < until:
-                self._refuse(sender, grant, reason)
-            else:
-                self._park(sender, grant)
+            self._park(sender, grant)
+            if self._clock() < until and (parked := self.live.get(grant.key)) is not None:
+                # Ended like any other, so that the same grant gets the same answer again if this one is lost.
+                self._end_by(parked, SourceEvent.ABORTED, Outcome.FAILED, reason)
         elif not self.is_same_prompt(record, grant.prompt):
             self._refuse(sender, grant, "the source has another prompt of that transfer id")
             if record.grant is None and record.target == sender:
@@ -851,7 +851,8 @@ class SourceSide:
             self._watch(record)
 
     def _refuse(self, sender: Incarnation, grant: Grant, reason: str) -> None:
-        self._control.send(sender, Refused(reason=f"hand-off {grant.key}: {reason}", key=grant.key, grant=grant.grant))
+        text = f"hand-off {grant.key}: {reason}"[:MAX_REASON]
+        self._control.send(sender, Refused(reason=text, key=grant.key, grant=grant.grant))
 
     def _refuse_stale(self, sender: Incarnation, grant: Grant) -> None:
         """Refuse a number in such a way that the target can go on from one that counts."""
