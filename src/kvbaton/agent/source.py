@@ -763,7 +763,7 @@ class SourceSide:
         if record.state is SourceState.QUEUED and record.target is None:
             return f"queued for {self._limits.queue_timeout:g} s (queue_timeout), and no target has granted it"
         if record.state is SourceState.QUEUED:
-            return f"the target is alive, and has granted nothing for {self._limits.hold_cap:g} s since its first heartbeat"
+            return f"the target has granted nothing for {self._limits.hold_cap:g} s since its first heartbeat"
         if record.lease_until <= now:
             return f"no message from the target for {self._limits.defer_timeout:g} s while {record.state}"
         return f"no further for {self._limits.hold_cap:g} s while {record.state}, although the target is alive"

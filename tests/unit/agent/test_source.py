@@ -18,7 +18,6 @@ from kvbaton.core.handoff import Executor, HandoffKey, Incarnation, Integrity, M
 from kvbaton.core.lifecycle import SourceState
 from kvbaton.core.messages import (
     MAX_REASON,
-    MAX_REASON,
     Announced,
     AuxSent,
     ConfirmAsk,
