@@ -10,6 +10,9 @@ tries what survived again). `--for-s` ends it after so long.
 `--draw N` takes about N mutants instead of all: of each module its share, at least `_LEAST` of them, by a seed. The report then
 is one of a sample, and states so.
 
+`--again` takes the mutants that the kept report names, as far as the code still has them: a draw changes with the code, and two
+reports can be compared only over the same mutants.
+
 `--sample N` takes N mutants that the kept report has as found by the simulator, each with the run that found it, and fails when
 neither that run nor another one finds it any more.
 
@@ -54,6 +57,7 @@ _LEAST = 3
 _BEST = 6
 """How many of the runs that have found most mutants are asked first."""
 
+_MEASURED = 25
 _ENDLESS_S = 60.0
 _UNIT_S = 240.0
 
@@ -143,8 +147,8 @@ class Deck:
     def __init__(self, seeds: int, work: Path) -> None:
         from kvbaton.sim.exhaustive import FLOWS
 
-        # Drills are cheap, and reach what random runs reach too rarely: three of four runs are.
-        chosen = [4 * number + (3 if number % 4 else 0) for number in range(seeds)]
+        # Drills are cheap, and reach what random runs reach too rarely: three of four runs are, two of them of the second list.
+        chosen = [4 * number + (0, 3, 1, 1)[number % 4] for number in range(seeds)]
         self.labels = [f"flow {name}" for name in FLOWS] + [f"seed {seed}" for seed in chosen]
         self._file = work / "reached.json"
         self._reached: dict[str, set[str]] = {}
@@ -154,11 +158,13 @@ class Deck:
     def measure(self) -> None:
         """Find out what every run reaches, unless that is kept, and have cheap runs first."""
         kept: dict[str, tuple[int, list[str]]] = json.loads(self._file.read_text()) if self._file.exists() else {}
-        for label in self.labels:
-            if label not in kept:
-                events, places = _reached_by(label)
-                kept[label] = events, sorted(places)
-        self._file.write_text(json.dumps(kept))
+        new = [label for label in self.labels if label not in kept]
+        for number, label in enumerate(new, 1):
+            events, places = _reached_by(label)
+            kept[label] = events, sorted(places)
+            if number % _MEASURED == 0 or number == len(new):
+                # Often enough: a run that is ended in the middle does not begin anew.
+                self._file.write_text(json.dumps(kept))
         self._reached = {label: set(kept[label][1]) for label in self.labels}
         # Of every kind of run the cheapest first, then of every kind the next one: a mutant meets all kinds early.
         self.labels.sort(key=lambda label: kept[label][0])
@@ -515,6 +521,13 @@ def _draw(mutants: list[Mutant], count: int, seed: int) -> list[Mutant]:
     return [mutant for mutant in mutants if mutant.name in drawn]
 
 
+def _named_in_report(mutants: list[Mutant]) -> list[Mutant]:
+    """Those that the kept report is about; without those that were equivalent when it was made."""
+    kept = json.loads(_REPORT.read_text())
+    names = {each["mutant"] for part in ("survivors", "unit_only", "found") for each in kept[part]}
+    return [mutant for mutant in mutants if mutant.name in names]
+
+
 def _sample(mutants: list[Mutant], count: int) -> tuple[list[Mutant], dict[str, str]]:
     if not _REPORT.exists():
         sys.stdout.write(f"no report is kept in {_REPORT}: nothing to take a sample of; make test-mutants makes one\n")
@@ -544,6 +557,7 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, help="only every so-many-th mutant")
     parser.add_argument("--draw", type=int, default=0, help="about so many mutants, drawn by --draw-seed, instead of all")
     parser.add_argument("--draw-seed", type=int, default=1)
+    parser.add_argument("--again", action="store_true", help="the mutants of the kept report, instead of all")
     parser.add_argument("--sample", type=int, default=0)
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
@@ -554,7 +568,9 @@ def main() -> int:
     every = [each for each in _all_mutants(options.modules or _modules()) if re.search(options.only, each.name)]
     every = every[:: options.every]
     total = len(every)
-    if options.draw:
+    if options.again:
+        every = _named_in_report(every)
+    elif options.draw:
         every = _draw(every, options.draw, options.draw_seed)
     known: dict[str, str] = {}
     deck = Deck(options.seeds, options.work)
@@ -578,7 +594,7 @@ def main() -> int:
         # A change of scripts or rules may turn one run into another: any run of the deck may find them.
         deck.measure()
         _run_all(missed, deck, options, results, {})
-    drawn = {"drawn": len(every), "draw_seed": options.draw_seed} if options.draw else {}
+    drawn = {"drawn": len(every), "draw_seed": options.draw_seed} if options.draw or options.again else {}
     kept = {"commit": _commit(), "mutants": total, **drawn}
     report: dict[str, Any] = {**kept, **_report(mutants, _read(results), equivalent)}
     if not options.sample:

@@ -21,6 +21,7 @@ from scenario import (
     Flow,
     Story,
     at_every_event,
+    disturbed,
     every_flow,
     every_push,
     every_read,
@@ -388,6 +389,53 @@ def test_transport_queue_full(flow: Flow) -> None:
     long = _worst(flow, *(Fault(FaultKind.QUEUE_FULL, who=writer, number=rank, for_s=LONG_S) for rank in range(2)))
     assert long.ends == {BOTH_DELIVERED, (Outcome.FAILED, Outcome.FAILED)}
     assert max(long.back.values()) < GIVE_UP_S + 0.05 + NORMAL_S
+
+
+@every_flow
+def test_data_path_stands_still(flow: Flow) -> None:
+    """While messages pass and the engines work, bytes that stand still are waited for."""
+    writer = "p0" if flow.source_writes else "d0"
+    for for_s in (0.5, LONG_S):
+        worst = _worst(flow, *(Fault(FaultKind.STALL, who=writer, number=rank, for_s=for_s) for rank in range(2)))
+        assert worst.ends == {BOTH_DELIVERED}
+        assert max(worst.back.values()) < for_s + NORMAL_S
+
+
+@every_push
+def test_source_gets_its_half_late(flow: Flow) -> None:
+    """The grant waits for it; when the target has given up before, the prefill ends at once, and computes nothing."""
+    late = play(make(flow, request(flow, prefill_delay_s=1.0)))
+    assert not late.rules
+    assert late.ends == [BOTH_DELIVERED]
+    too_late = play(make(flow, request(flow, prefill_delay_s=GIVE_UP_S + 1.0)), prepare=disturbed)
+    assert not too_late.rules
+    assert too_late.ends == [(Outcome.CANCELLED, Outcome.EXPIRED)]
+    assert "p0" not in too_late.back_at, "it never took a block"
+
+
+@every_push
+@pytest.mark.parametrize("delay_s", [0.0, 0.05])
+def test_two_targets_of_one_request(flow: Flow, delay_s: float) -> None:
+    """The source takes the first of them and refuses the other, which fails at once; neither gets bytes of the other."""
+    story = play(make(flow, request(flow, second_decode=1, decode_delay_s=delay_s), decodes=2))
+    assert not story.rules
+    ends = [story.run.cluster.instances[address].engine.outcomes[1] for address in ("p0", "d0", "d1")]
+    assert ends[0] is Outcome.DELIVERED
+    assert sorted(ends[1:]) == [Outcome.DELIVERED, Outcome.FAILED]
+    failed = story.times("TargetEnded(", "it belongs to another target")
+    assert len(failed) == 1
+    assert failed[0] < delay_s + NORMAL_S
+    assert not story.out
+
+
+@every_flow
+def test_more_peers_and_hand_offs_than_are_remembered(flow: Flow) -> None:
+    """What was forgotten is asked for again: every request is served."""
+    requests = [request(flow, at_s=0.3 * number, prefill=number % 4, decode=number // 4) for number in range(16)]
+    story = play(make(flow, *requests, prefills=4, decodes=4, most_peers=3, is_forgetful=True))
+    assert not story.rules
+    assert story.ends == [BOTH_DELIVERED] * 16
+    assert max(instance.coordinator.peers for instance in story.run.all_instances) == 3
 
 
 @every_write

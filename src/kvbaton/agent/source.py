@@ -537,10 +537,10 @@ class SourceSide:
                 self._refuse_stale(sender, grant)
         elif record is None:
             reason, until = self._refused_here.pop(grant.key, ("", 0.0))
-            if self._clock() < until:
-                self._refuse(sender, grant, reason)
-            else:
-                self._park(sender, grant)
+            self._park(sender, grant)
+            if self._clock() < until and (parked := self.live.get(grant.key)) is not None:
+                # Ended like any other, so that the same grant gets the same answer again if this one is lost.
+                self._end_by(parked, SourceEvent.ABORTED, Outcome.FAILED, reason)
         elif not self.is_same_prompt(record, grant.prompt):
             self._refuse(sender, grant, "the source has another prompt of that transfer id")
             if record.grant is None and record.target == sender:
@@ -611,7 +611,7 @@ class SourceSide:
         record = self.live.get(stop.key)
         if record is None or record.target not in (None, sender) or not self._is_stopped_by(record, stop, overtook_grant):
             if record is None and not stop.grant:
-                self._remember_declined(sender, stop)
+                self._remember_declined(sender, stop, stop.prompt)
             if stop.sequence > self._windows.used_up_to(sender):
                 # Too far ahead to be used up: its grant could still be accepted one day, so there is nothing to promise.
                 self.late_total["stop"] += 1
@@ -620,8 +620,7 @@ class SourceSide:
             return
         if record.state is SourceState.PARKED:
             # The engine's own request is still on its way. Without this it would wait for a target that is gone.
-            until = self._clock() + self._limits.defer_timeout
-            self._declined.add(stop.key, record.prompt, _reason_of(stop), until)
+            self._remember_declined(sender, stop, record.prompt)
         record.stop_asked = True
         record.target = sender
         self._end_by(record, SourceEvent.STOP_ASKED, _outcome_here(stop.outcome), _reason_of(stop))
@@ -764,7 +763,7 @@ class SourceSide:
         if record.state is SourceState.QUEUED and record.target is None:
             return f"queued for {self._limits.queue_timeout:g} s (queue_timeout), and no target has granted it"
         if record.state is SourceState.QUEUED:
-            return f"the target is alive, and has granted nothing for {self._limits.hold_cap:g} s since its first heartbeat"
+            return f"the target has granted nothing for {self._limits.hold_cap:g} s since its first heartbeat"
         if record.lease_until <= now:
             return f"no message from the target for {self._limits.defer_timeout:g} s while {record.state}"
         return f"no further for {self._limits.hold_cap:g} s while {record.state}, although the target is alive"
@@ -852,7 +851,8 @@ class SourceSide:
             self._watch(record)
 
     def _refuse(self, sender: Incarnation, grant: Grant, reason: str) -> None:
-        self._control.send(sender, Refused(reason=f"hand-off {grant.key}: {reason}", key=grant.key, grant=grant.grant))
+        text = f"hand-off {grant.key}: {reason}"[:MAX_REASON]
+        self._control.send(sender, Refused(reason=text, key=grant.key, grant=grant.grant))
 
     def _refuse_stale(self, sender: Incarnation, grant: Grant) -> None:
         """Refuse a number in such a way that the target can go on from one that counts."""
@@ -862,11 +862,15 @@ class SourceSide:
         numbers = {"grant": grant.grant, "used_up_to": used_up_to, "sequence": grant.sequence}
         self._control.send(sender, Refused(reason=reason, key=grant.key, stale=True, **numbers))
 
-    def _remember_declined(self, sender: Incarnation, stop: Stop) -> None:
-        """The engine may still be asked for it; what has ended here before needs no memory of that."""
+    def _remember_declined(self, sender: Incarnation, stop: Stop, prompt: str) -> None:
+        """The engine may still be asked for it; what has ended here before needs no memory of that.
+
+        The engine may have cancelled it before its grant came: a decline that is kept then would end the next request of the
+        same transfer id.
+        """
         if self._end_of(sender, stop.key, 0) is None:
             until = self._clock() + self._limits.defer_timeout
-            self._declined.add(stop.key, stop.prompt, _reason_of(stop), until)
+            self._declined.add(stop.key, prompt, _reason_of(stop), until)
 
     def _end_of(self, sender: Incarnation, key: HandoffKey, grant: int) -> Over | None:
         """How it ended for this target, or before there was any."""

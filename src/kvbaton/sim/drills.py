@@ -1,6 +1,7 @@
 """Drills: small runs built round one kind of trouble, only its timing left to chance. Random runs meet these too rarely.
 
-The run of a seed is mostly a random one; every fourth is a drill.
+The run of every second seed is a drill. They are in two lists, of which each has every fourth seed: one that is added to a list
+changes the runs of that list only.
 """
 
 from __future__ import annotations
@@ -11,26 +12,34 @@ from collections.abc import Callable
 import msgspec
 
 from kvbaton.core.handoff import AuxChannel, Integrity, Mode
+from kvbaton.sim.exhaustive import FLOWS, flow_script, single_faults
 from kvbaton.sim.script import Fault, FaultKind, RequestScript, Script, make_script
 from kvbaton.transport.base import LateWrites
 
-__all__ = ["DRILLS", "drill_of_seed", "script_of_seed"]
+__all__ = ["DRILLS", "SCENES", "drill_of_seed", "script_of_seed"]
 
-_DRILL_EVERY = 4
+_FLOW_S = 0.05
+"""About how long an undisturbed flow takes when its target has the request."""
+
+Drill = Callable[[random.Random], Script]
 
 
 def script_of_seed(seed: int) -> Script:
     """The run of a seed; the same on every machine."""
-    if seed % _DRILL_EVERY != _DRILL_EVERY - 1:
+    if not (drills := _drills_of(seed)):
         return make_script(seed)
     rng = random.Random(f"drill {seed}")
-    return msgspec.structs.replace(rng.choice(DRILLS)(rng), seed=seed)
+    return msgspec.structs.replace(rng.choice(drills)(rng), seed=seed)
 
 
 def drill_of_seed(seed: int) -> str:
     """Which drill the run of a seed is; "random" for none."""
-    is_drill = seed % _DRILL_EVERY == _DRILL_EVERY - 1
-    return random.Random(f"drill {seed}").choice(DRILLS).__name__ if is_drill else "random"
+    drills = _drills_of(seed)
+    return random.Random(f"drill {seed}").choice(drills).__name__ if drills else "random"
+
+
+def _drills_of(seed: int) -> tuple[Drill, ...]:
+    return {1: SCENES, 3: DRILLS}.get(seed % 4, ())
 
 
 def _stage(rng: random.Random, *, writes: bool, request: RequestScript) -> Script:
@@ -322,7 +331,281 @@ def _aux(rng: random.Random) -> AuxChannel:
     return rng.choice(list(AuxChannel))
 
 
-DRILLS: tuple[Callable[[random.Random], Script], ...] = (
+def _one_fault(rng: random.Random) -> Script:
+    """A flow of `kvbaton sim --exhaustive`, and one of its single faults, at any time."""
+    script = flow_script(rng.choice(list(FLOWS)))
+    faults = list(single_faults(script, -1))
+    lost = [fault for fault in faults if fault.kind is FaultKind.LOSE]
+    fault = rng.choice(lost if rng.random() < 0.6 else faults)
+    at_s = rng.uniform(0.0, script.requests[0].decode_delay_s + _FLOW_S)
+    return msgspec.structs.replace(script, faults=(msgspec.structs.replace(fault, at_s=at_s),))
+
+
+def _one_lost(rng: random.Random) -> Script:
+    """One message of a slower hand-off is lost."""
+    request = _request(rng, rng.choice(list(Mode)), tokens=rng.randint(2, 4), decode_delay_s=rng.choice((0.0, 0.005, 0.3)))
+    script = _stage(rng, writes=rng.random() < 0.6, request=request)
+    who, other = rng.choice((("p0", "d0"), ("d0", "p0")))
+    lost = Fault(FaultKind.LOSE, rng.uniform(0.0, 1.1) * _moving(script)[1], who=who, other=other, number=1)
+    return msgspec.structs.replace(
+        script, faults=(lost,), move_s=rng.choice((0.002, 0.02)), integrity=rng.choice(list(Integrity)), aux_channel=_aux(rng)
+    )
+
+
+def _target_first(rng: random.Random) -> Script:
+    """The source gets its half of a request later than the target: grants wait there. The client may leave in between."""
+    requests = tuple(
+        _request(
+            rng,
+            Mode.PUSH,
+            tokens=rng.randint(2, 4),
+            at_s=0.05 * number,
+            prefill_delay_s=rng.choice((0.01, 0.1, 0.5)),
+            retries=rng.choice((0, 2)),
+            reuse_id=rng.random() < 0.5,
+            retry_after_s=rng.choice((0.05, 0.3)),
+        )
+        for number in range(rng.randint(1, 3))
+    )
+    script = _stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    kind = rng.choice((FaultKind.CANCEL_TARGET, FaultKind.CANCEL_TARGET, FaultKind.CANCEL_SOURCE))
+    faults = (Fault(kind, rng.uniform(0.0, 0.6), number=0),)[: rng.randint(0, 1)]
+    return msgspec.structs.replace(script, requests=requests, faults=faults, move_s=0.01, router_cancels=rng.choice((0.0, 0.7)))
+
+
+def _declined(rng: random.Random) -> Script:
+    """A target refuses one hand-off, or all of a request, before or after the source has its half. Notices may be lost.
+
+    Another request, which the target has yet to get, goes on.
+    """
+    delay_s = rng.choice((0.0, 0.0, 0.05, 0.5))
+    is_whole = rng.random() < 0.6
+    count = rng.randint(2, 4) if is_whole else rng.randint(1, 2)
+    at_s = rng.choice((0.0, 0.3))
+    neighbour = _request(rng, Mode.PUSH, tokens=2, at_s=at_s, decode_delay_s=rng.choice((0.4, 0.6)))
+    requests = tuple(
+        _request(
+            rng,
+            Mode.PUSH,
+            tokens=rng.randint(2, 4),
+            at_s=at_s,
+            prefill_delay_s=delay_s,
+            decode_delay_s=0.0 if delay_s else rng.choice((0.0, 0.005, 0.3)),
+            transfer_id="whole" if is_whole else None,
+            prompt_index=number if is_whole else 0,
+        )
+        for number in range(count)
+    )
+    script = _stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    refused = Fault(FaultKind.REFUSE, max(0.0, at_s - 0.001), who="d0", number=1, is_whole=is_whole)
+    lost = Fault(FaultKind.LOSE, at_s, who=rng.choice(("d0", "d0", "p0")), number=rng.randint(1, 2))
+    lost = msgspec.structs.replace(lost, other="p0" if lost.who == "d0" else "d0")
+    return msgspec.structs.replace(
+        script,
+        requests=(*requests, neighbour),
+        faults=(refused, lost)[: rng.randint(1, 2)],
+        step_s=0.02,
+        router_cancels=0.0,
+    )
+
+
+def _two_targets(rng: random.Random) -> Script:
+    """A router in doubt sends one request to two targets: the source takes one of them. Either may be cancelled."""
+    requests = tuple(
+        _request(
+            rng,
+            Mode.PUSH,
+            tokens=rng.randint(2, 4),
+            at_s=0.3 * number,
+            decode=number % 2,
+            second_decode=1 - number % 2,
+            decode_delay_s=rng.choice((0.0, 0.05)),
+            prefill_delay_s=rng.choice((0.0, 0.0, 0.05)),
+        )
+        for number in range(rng.randint(1, 3))
+    )
+    script = _stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    slow = Fault(FaultKind.SLOW, 0.0, who="d0", other="p0", for_s=0.3, number=1)
+    return msgspec.structs.replace(
+        script, requests=requests, decodes=2, faults=(slow,)[: rng.randint(0, 1)], move_s=0.01, step_s=0.02, router_cancels=0.0
+    )
+
+
+def _granted_anew(rng: random.Random) -> Script:
+    """A target ends a hand-off, its source is not notified, and the target grants blocks for the same id again."""
+    request = _request(rng, Mode.PUSH, tokens=6, chunk=1, retries=3, reuse_id=True, retry_after_s=rng.choice((0.01, 0.1)))
+    script = msgspec.structs.replace(_stage(rng, writes=rng.random() < 0.5, request=request), step_s=rng.choice((0.05, 0.1)))
+    at_s = rng.uniform(*_moving(script)) * 0.7
+    faults = (
+        Fault(FaultKind.LOSE, at_s, who="d0", other="p0", number=rng.choice((1, 1, 2))),
+        Fault(FaultKind.CANCEL_TARGET, at_s + 1e-4, number=0),
+    )
+    return msgspec.structs.replace(script, faults=faults, router_cancels=0.0)
+
+
+def _cancelled_and_tried_again(rng: random.Random) -> Script:
+    """A client leaves and comes back with the same transfer id: what is left of the first attempt does no harm to the next."""
+    request = _request(
+        rng,
+        rng.choice(list(Mode)),
+        retries=3,
+        retries_once=True,
+        reuse_id=True,
+        retry_after_s=rng.choice((0.02, 0.3)),
+        decode_delay_s=rng.choice((0.0, 0.1)),
+    )
+    script = msgspec.structs.replace(_stage(rng, writes=rng.random() < 0.5, request=request), move_s=0.01, step_s=0.02)
+    kind = rng.choice((FaultKind.CANCEL_SOURCE, FaultKind.CANCEL_TARGET))
+    cancelled = Fault(kind, rng.uniform(0.0, 1.2) * _moving(script)[1], number=0)
+    who, other = rng.choice((("p0", "d0"), ("d0", "p0")))
+    replayed = Fault(FaultKind.REPLAY, cancelled.at_s + 0.05, who=who, other=other, for_s=1.0, number=rng.choice((0, 30)))
+    return msgspec.structs.replace(script, faults=(cancelled, replayed)[: rng.randint(1, 2)])
+
+
+def _replayed_afterwards(rng: random.Random) -> Script:
+    """Everything that was sent for a few hand-offs arrives again, when some are over and others go on."""
+    requests = tuple(_request(rng, Mode.PUSH, tokens=2, at_s=0.2 * number) for number in range(rng.randint(2, 4)))
+    script = _stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    links = (("p0", "d0"), ("d0", "p0"))
+    at_s = rng.uniform(0.3, 1.0)
+    faults = tuple(Fault(FaultKind.REPLAY, at_s, who=who, other=other, for_s=rng.choice((0.1, 1.0))) for who, other in links)
+    return msgspec.structs.replace(script, requests=requests, faults=faults, move_s=0.01, one_host=False)
+
+
+def _queue_full(rng: random.Random) -> Script:
+    """A transport takes nothing for a while, or for longer than a hand-off without progress lives."""
+    request = _request(rng, rng.choice(list(Mode)), tokens=rng.randint(2, 4))
+    script = msgspec.structs.replace(_stage(rng, writes=rng.random() < 0.5, request=request), ranks=rng.choice((1, 2)))
+    is_writing = request.mode is Mode.PUSH and (script.unfenced_writes or script.late_writes is LateWrites.REVOCABLE)
+    who = "p0" if is_writing else "d0"
+    full = Fault(
+        FaultKind.QUEUE_FULL,
+        rng.uniform(0.0, 0.8) * _moving(script)[1],
+        who=who,
+        for_s=rng.choice((0.1, 0.4, 9.0)),
+        number=rng.randint(0, 1),
+    )
+    return msgspec.structs.replace(script, faults=(full,), rank_lag_s=rng.choice((0.0, 0.001)))
+
+
+def _copy_fails(rng: random.Random) -> Script:
+    """One batch of a copy fails while others of it are in flight, and more is announced."""
+    request = _request(rng, rng.choice((Mode.PUSH, Mode.PUSH, Mode.PULL)), tokens=6, chunk=1, retries=1)
+    script = msgspec.structs.replace(
+        _stage(rng, writes=rng.random() < 0.5, request=request), step_s=0.02, ranks=rng.choice((1, 2))
+    )
+    at_s = rng.uniform(0.0, 0.8) * _moving(script)[1]
+    faults = tuple(Fault(FaultKind.COPY_FAILS, at_s, who=who, number=rng.randint(0, 1)) for who in ("p0", "d0"))
+    return msgspec.structs.replace(script, faults=faults, uneven=8.0, rank_lag_s=rng.choice((0.0, 0.01, 0.05)))
+
+
+def _retracted_twice(rng: random.Random) -> Script:
+    """A prefill is preempted again while its target still waits for the reads of what was retracted first."""
+    request = _request(rng, Mode.PUSH, tokens=rng.randint(3, 6), chunk=1)
+    script = msgspec.structs.replace(_stage(rng, writes=False, request=request), step_s=0.01, move_s=rng.choice((0.05, 0.1)))
+    first_s = rng.uniform(0.02, 0.05)
+    preempted = [Fault(FaultKind.PREEMPT, first_s, who="p0")]
+    preempted += [Fault(FaultKind.PREEMPT, first_s + rng.uniform(0.01, 0.2), who="p0") for _ in range(rng.randint(1, 2))]
+    return msgspec.structs.replace(
+        script,
+        faults=tuple(preempted),
+        uneven=8.0,
+        ranks=rng.choice((1, 2)),
+        rank_lag_s=rng.choice((0.0, 0.01)),
+        integrity=rng.choice((Integrity.OFF, Integrity.FULL)),
+    )
+
+
+def _left_in_the_queue(rng: random.Random) -> Script:
+    """The engine of a source never gets to a request, and its target is gone: only the queue's own limit ends that."""
+    request = _request(rng, Mode.PUSH, tokens=2, decode_delay_s=0.01)
+    script = _stage(rng, writes=rng.random() < 0.5, request=request)
+    gone = Fault(FaultKind.CRASH, rng.choice((0.0, 0.02)), who="d0", for_s=36.0)
+    stuck = Fault(FaultKind.STUCK_ENGINE, 0.0, who="p0", for_s=36.0)
+    return msgspec.structs.replace(script, faults=(stuck, gone), router_cancels=0.0)
+
+
+def _few_cards(rng: random.Random) -> Script:
+    """Nothing goes wrong; there are just more peers than cards are kept of them, one after the other."""
+    requests = tuple(
+        _request(rng, rng.choice(list(Mode)), tokens=2, prefill=rng.randrange(4), decode=rng.randrange(4), at_s=0.3 * number)
+        for number in range(16)
+    )
+    script = _stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    return msgspec.structs.replace(
+        script,
+        requests=requests,
+        prefills=4,
+        decodes=4,
+        move_s=0.002,
+        step_s=0.002,
+        most_peers=3,
+        is_forgetful=rng.random() < 0.5,
+    )
+
+
+def _crowd(rng: random.Random) -> Script:
+    """A hundred requests between eight sources and eight targets that remember little; some are cancelled or preempted."""
+    requests = tuple(
+        _request(
+            rng,
+            rng.choice(list(Mode)),
+            tokens=rng.randint(1, 3),
+            prefill=rng.randrange(8),
+            decode=rng.randrange(8),
+            at_s=rng.uniform(0.0, 1.0),
+            decode_delay_s=rng.choice((0.0, 0.05)),
+        )
+        for _ in range(100)
+    )
+    script = _stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    kinds = (FaultKind.CANCEL_SOURCE, FaultKind.CANCEL_TARGET)
+    cancelled = tuple(Fault(rng.choice(kinds), rng.uniform(0.0, 1.2), number=rng.randrange(100)) for _ in range(10))
+    preempted = tuple(Fault(FaultKind.PREEMPT, rng.uniform(0.0, 1.2), who=f"p{rng.randrange(8)}") for _ in range(5))
+    return msgspec.structs.replace(
+        script,
+        requests=requests,
+        faults=(*cancelled, *preempted)[:: rng.choice((1, 100))],
+        prefills=8,
+        decodes=8,
+        ranks=1,
+        layers=1,
+        prefill_blocks=12,
+        decode_blocks=8,
+        move_s=0.002,
+        step_s=0.01,
+        is_forgetful=True,
+    )
+
+
+SCENES: tuple[Drill, ...] = (
+    _one_fault,
+    _one_fault,
+    _one_fault,
+    _one_lost,
+    _one_lost,
+    _target_first,
+    _target_first,
+    _declined,
+    _declined,
+    _two_targets,
+    _two_targets,
+    _granted_anew,
+    _cancelled_and_tried_again,
+    _cancelled_and_tried_again,
+    _replayed_afterwards,
+    _queue_full,
+    _queue_full,
+    _copy_fails,
+    _copy_fails,
+    _retracted_twice,
+    _left_in_the_queue,
+    _few_cards,
+    _crowd,
+)
+"""Drills about one message, one peer or one limit; one that is listed twice has twice as many seeds."""
+
+DRILLS: tuple[Drill, ...] = (
     _answers_to_an_earlier_attempt,
     _stopped_before,
     _source_releases_unnoticed,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import (
@@ -20,7 +20,7 @@ from kvbaton.agent.engine_port import (
 )
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.grants import may_start_prefill
-from kvbaton.core.handoff import Aux, Executor, HandoffKey, Incarnation, Mode, Outcome, Span
+from kvbaton.core.handoff import Aux, Executor, HandoffKey, Incarnation, Mode, Outcome, Span, TransferId
 from kvbaton.core.lifecycle import SourceState, TargetState
 from kvbaton.sim.memory import FREED, POISON, RankMemory, SimBlockPool, TaggedCell
 from kvbaton.sim.watch import Watch
@@ -279,6 +279,9 @@ class TargetEngine(_SimEngine):
 
     decode_s: float = 0.02
     refuse_next: int = 0
+    refuses_whole: bool = False
+    refused: set[TransferId] = field(default_factory=set)
+    """Requests that were refused as a whole, of which nothing more is taken."""
     requests: dict[HandoffKey, Fetch] = field(default_factory=dict)
     waiting: deque[Fetch] = field(default_factory=deque)
     prefixes: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -290,11 +293,11 @@ class TargetEngine(_SimEngine):
             ended(prompt.key, Outcome.FAILED, "live already")
             return
         request = SourceRequest(prompt.key, prompt.digest, source, incarnation, prompt.mode)
-        if self.refuse_next > 0:
-            self.refuse_next -= 1
+        is_refused = prompt.key.transfer_id in self.refused
+        if self.refuse_next > 0 or is_refused:
             self._record(prompt, Outcome.FAILED)
-            self.watch.declined(prompt.key)
-            self.coordinator.decline(request, "the queue is full")
+            if not is_refused:
+                self._refuse(request)
             ended(prompt.key, Outcome.FAILED, "refused")
             return
         self.requests[prompt.key] = Fetch(prompt, request, ended)
@@ -316,6 +319,14 @@ class TargetEngine(_SimEngine):
                 return
             self.waiting.popleft()
             self._grant(request, cached, needed)
+
+    def _refuse(self, request: SourceRequest) -> None:
+        self.refuse_next -= 1
+        if self.refuses_whole:
+            self.refused.add(request.key.transfer_id)
+            request = replace(request, prompt="")
+        self.watch.declined(request.key, is_whole=self.refuses_whole)
+        self.coordinator.decline(request, "the queue is full")
 
     def cancel(self, key: HandoffKey) -> None:
         """The client is gone."""
@@ -400,6 +411,7 @@ class TargetEngine(_SimEngine):
         expected = (cells, cells, executor is Executor.SOURCE_WRITES)
         if (stats.bytes_planned, stats.bytes_moved, stats.source_writes) != expected:
             self.world.find("counted", f"{self.name}: {event.key}: {stats}, and not {expected}")
+        self.watch.landed(self.name, event.key, request.prompt.mode, stats)
 
     def _check_block(self, prompt: SimPrompt, token: int, block: int, attempts: set[int] | None, rule: str) -> None:
         for rank, memory in enumerate(self.memories):

@@ -11,7 +11,7 @@ from kvbaton.sim.run import run_script
 from kvbaton.sim.script import Fault, FaultKind, RequestScript, Script
 from kvbaton.transport.base import LateWrites
 
-__all__ = ["FLOWS", "flow_script", "flow_scripts", "makes_difference"]
+__all__ = ["FLOWS", "flow_script", "flow_scripts", "makes_difference", "single_faults"]
 
 FLOWS: dict[str, tuple[Mode, LateWrites, bool, float, int]] = {
     f"{mode}, {kind}{', writes' if writes else ''}, target {when}, {ranks} rank{'s' if ranks > 1 else ''}": (
@@ -69,7 +69,7 @@ def flow_scripts(name: str) -> Iterator[Script]:
     yield script
     undisturbed = run_script(script)
     for event in range(1, undisturbed.events + 1):
-        for fault in _faults(script, event):
+        for fault in single_faults(script, event):
             if makes_difference(fault, undisturbed.uses):
                 yield msgspec.structs.replace(script, faults=(fault,))
 
@@ -91,7 +91,8 @@ def makes_difference(fault: Fault, uses: Collection[tuple[int, str]]) -> bool:
     return (fault.at_event + 1, awaited) in uses
 
 
-def _faults(script: Script, event: int) -> Iterator[Fault]:
+def single_faults(script: Script, event: int) -> Iterator[Fault]:
+    """Every fault that can strike one pair, at one event."""
     ends = (("p0", "d0"), ("d0", "p0"))
     for who, other in ends:
         yield Fault(FaultKind.CRASH, at_event=event, who=who, for_s=1.0)

@@ -11,7 +11,7 @@ from functools import partial
 
 from msgspec import structs
 
-from kvbaton.agent.coordinator import Coordinator
+from kvbaton.agent.coordinator import Coordinator, Peers
 from kvbaton.agent.engine_port import EngineEvent, SourceEnded
 from kvbaton.agent.rank import RankAgent
 from kvbaton.agent.rank_orders import CopyId, RankOrder, RankReport, RevokePeer, SpanMoved
@@ -20,13 +20,27 @@ from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.card import Card, ProcessId, RankCard
-from kvbaton.core.grants import REACH, GrantWindows
+from kvbaton.core.grants import REACH, GrantWindow, GrantWindows
 from kvbaton.core.handoff import Executor, HandoffKey, Incarnation, Integrity, Mode, Outcome, TransferId
-from kvbaton.core.messages import MAX_NUMBER, Announced, ConfirmAsk, Confirmed, Grant, Message, Refused, Release, decode, encode
+from kvbaton.core.messages import (
+    MAX_NUMBER,
+    Announced,
+    ConfirmAsk,
+    Confirmed,
+    Envelope,
+    Grant,
+    Message,
+    Refused,
+    Release,
+    decode,
+    encode,
+)
 from kvbaton.errors import KVBatonError, ProtocolError
 from kvbaton.sim.engine import SourceEngine, TargetEngine
 from kvbaton.sim.memory import RankMemory, SimBlockPool, make_layout
 from kvbaton.sim.network import Network
+from kvbaton.sim.reactions import Reactions
+from kvbaton.sim.records import alarm_problems, count_problems
 from kvbaton.sim.transport import Fabric, FencingSimTransport, SimRank, SimTransport
 from kvbaton.sim.watch import Watch
 from kvbaton.sim.world import SimClock, SimProcess, World
@@ -36,6 +50,7 @@ __all__ = ["Bugs", "Cluster", "InstanceShape", "SimInstance", "SimRankLoop"]
 
 _WORK_S = 1e-4
 _FEW_ENDS = 4
+_FEW_GRANTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +87,9 @@ class Cluster:
     rank_lag_s: float = 0.0
     """How long an order to a rank, or a report of one, is under way at most; 0: ranks live in the coordinator's process."""
     is_forgetful: bool = False
-    """Whether what instances remember of ends and of peers is bounded by a few entries."""
+    """Whether what instances remember of ends and of grants is bounded by a few entries."""
+    most_peers: int = 0
+    """How many cards of peers an instance keeps; 0 for as many as in production."""
     has_foreigners: bool = False
     """Whether frames may arrive that are no messages of ours; they are counted, not a violation."""
     instances: dict[str, SimInstance] = field(default_factory=dict)
@@ -97,6 +114,7 @@ class _SimControl:
     def dial(self, address: ControlAddress, message: Message) -> None:
         instance = self._instance
         instance.dialled.add(address.host)
+        instance.cluster.watch.on_dialled(instance.process.name, address.host, instance.local_now())
         instance.send_frame(address.host, "", message)
 
     def hang_up(self, address: ControlAddress) -> None:
@@ -208,6 +226,14 @@ class SimRankLoop:
         self.wake()
 
 
+class _SmallWindows(BoundedMap[Incarnation, GrantWindow]):
+    """Windows of so few numbers that some run leaves them behind."""
+
+    def setdefault(self, key: Incarnation, default: GrantWindow) -> GrantWindow:
+        del default
+        return super().setdefault(key, GrantWindow(_FEW_GRANTS, REACH))
+
+
 class SimInstance:
     """A process at an address. `engine` is a SourceEngine or a TargetEngine."""
 
@@ -231,6 +257,8 @@ class SimInstance:
         self._reports: deque[RankReport] = deque()
         self.loops: list[SimRankLoop] = []
         self._moved: dict[tuple[int, CopyId], set[int]] = {}
+        self._sent: list[tuple[str, Message]] = []
+        """What was sent since the last frame arrived, and to whom."""
         self._events: deque[EngineEvent] = deque()
         self._tick_at = math.inf
         self._is_polling = False
@@ -297,13 +325,18 @@ class SimInstance:
         )
         if cluster.is_forgetful:
             self._forget_soon()
+        if cluster.most_peers:
+            vars(self.coordinator).update(_peers=Peers(cluster.most_peers))
+        self._reactions = Reactions(self.coordinator, self.local_now)
         self.engine.coordinator = self.coordinator
         self.engine.watch = cluster.watch
 
     def _forget_soon(self) -> None:
         """Shrink what is remembered of ends and of peers until it is forgotten in every run."""
         source, target = self.coordinator.source, self.coordinator.target
-        vars(source).update(_ended=BoundedMap(_FEW_ENDS), _windows=GrantWindows(limit=1))
+        windows = GrantWindows(limit=1)
+        vars(windows).update(_windows=_SmallWindows(1))
+        vars(source).update(_ended=BoundedMap(_FEW_ENDS), _windows=windows)
         vars(target).update(_ended=BoundedMap(_FEW_ENDS), _last_sequence=BoundedMap(1))
 
     @property
@@ -317,6 +350,7 @@ class SimInstance:
 
     def send_frame(self, address: str, recipient: str, message: Message) -> None:
         """Put one message on the wire."""
+        self._sent.append((recipient, message))
         if isinstance(message, Grant) and isinstance(self.engine, TargetEngine):
             self.granted[message.key, message.grant] = self.engine.allocation(message.key)
             self._sequences[message.grant] = message.sequence
@@ -363,6 +397,7 @@ class SimInstance:
         self.lose_revokes = self.bad_grants = 0
         if isinstance(self.engine, TargetEngine):
             self.engine.refuse_next = 0
+            self.engine.refused.clear()
         for loop in self.loops:
             loop.paused_until = 0.0
         for transport in self.transports:
@@ -380,7 +415,16 @@ class SimInstance:
             self._used_sequences[envelope.sender] = self._sequences[envelope.message.grant]
         via = ControlAddress.of(sender_address, 1) if sender_address in self.dialled else None
         self.cluster.watch.on_received(self.process.name, envelope.message)
-        self.guarded(lambda: self.coordinator.on_frame(envelope, via))
+        self.guarded(lambda: self._take(envelope, via))
+
+    def _take(self, envelope: Envelope, via: ControlAddress | None) -> None:
+        """Have the coordinator handle a message, and see what it makes of it."""
+        check = self._reactions.expect(envelope)
+        self._sent.clear()
+        self.coordinator.on_frame(envelope, via)
+        sent = [message for recipient, message in self._sent if recipient == envelope.sender]
+        if (broken := check(sent)) is not None:
+            self.cluster.world.find(broken[0], f"{self.process.name}: {broken[1]}")
 
     def _not_understood(self, sender_address: str, reason: str) -> None:
         """As the sockets do: a peer that dialled us is refused, and what answers where we dialled is no peer of ours."""
@@ -514,7 +558,16 @@ class SimInstance:
         if not self.loops and any(agent.has_work for agent in self.agents) and not self._is_polling:
             self._is_polling = True
             self.cluster.world.after(_WORK_S, self.process, lambda: self.guarded(self._poll))
+        self._check_records()
         self._arm()
+
+    def _check_records(self) -> None:
+        source, target = self.coordinator.source, self.coordinator.target
+        if source.live or target.live:
+            for problem in count_problems(source, target, len(self.agents)):
+                self.cluster.world.find("counts agree", f"{self.process.name}: {problem}")
+            for problem in alarm_problems(source, target):
+                self.cluster.world.find("alarm", f"{self.process.name}: {problem}")
 
     def _arm(self) -> None:
         moments = [self.coordinator.next_deadline()]

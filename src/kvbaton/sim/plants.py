@@ -8,7 +8,7 @@ if no seed catches it, the simulator lacks the fault or the check that would, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from msgspec import structs
@@ -22,7 +22,7 @@ from kvbaton.agent.target import TargetRecord, TargetSide
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Aux, AuxChannel, Executor, HandoffKey, Incarnation, Outcome, Span
 from kvbaton.core.lifecycle import TARGET, Row, SourceEvent, SourceState, TargetEffect, TargetEvent, TargetState
-from kvbaton.core.messages import MAX_NUMBER, ConfirmAsk, Confirmed, Envelope, Grant, Heartbeat, Hello, Over, Release
+from kvbaton.core.messages import MAX_NUMBER, ConfirmAsk, Confirmed, Envelope, Grant, Heartbeat, Hello, Over, Refused, Release
 from kvbaton.sim.engine import Fetch, Prefill, SourceEngine, TargetEngine
 from kvbaton.sim.instance import Bugs
 from kvbaton.sim.transport import SimRank
@@ -106,8 +106,8 @@ class _ConfirmedBeforeRead(TargetSide):
         else:
             record.is_confirmed = True
 
-    def count_moved(self, record: TargetRecord, report: SpanMoved) -> None:
-        super().count_moved(record, report)
+    def count_moved(self, record: TargetRecord, reports: Sequence[SpanMoved]) -> None:
+        super().count_moved(record, reports)
         if record.is_confirmed and record.state is TargetState.CONFIRMING and super().is_complete(record):
             self.step(record, TargetEvent.CONFIRMED)
 
@@ -184,9 +184,9 @@ class _SourceTrustsAgents(SourceSide):
 class _CompletionCountedTwice(TargetSide):
     """Counts reports instead of spans, so that a report which comes twice hides a span that is missing."""
 
-    def count_moved(self, record: TargetRecord, report: SpanMoved) -> None:
-        super().count_moved(record, report)
-        record.moved[report.rank].add(-1 - report.span)
+    def count_moved(self, record: TargetRecord, reports: Sequence[SpanMoved]) -> None:
+        super().count_moved(record, reports)
+        record.moved[reports[0].rank] |= {-1 - report.span for report in reports}
 
     def is_complete(self, record: TargetRecord) -> bool:
         count = record.span_count
@@ -248,10 +248,10 @@ class _OwnCount(TargetSide):
 class _WrongRank(TargetSide):
     """Counts the span of one rank for every rank."""
 
-    def count_moved(self, record: TargetRecord, report: SpanMoved) -> None:
-        super().count_moved(record, report)
+    def count_moved(self, record: TargetRecord, reports: Sequence[SpanMoved]) -> None:
+        super().count_moved(record, reports)
         for rank in self._card.ranks:
-            record.moved.setdefault(rank.rank, set()).add(report.span)
+            record.moved.setdefault(rank.rank, set()).update(report.span for report in reports)
 
 
 class _RankFailureLost(TargetSide):
@@ -483,6 +483,64 @@ class _TicketsKept(SimRank):
         self._owners[completion.ticket] = copy.order.copy, 0
 
 
+class _GrantNotRepeated(SourceSide):
+    """Sends nothing again for a grant that comes again."""
+
+    def _repeat(self, record: SourceRecord, grant: Grant) -> None:
+        del record, grant
+
+
+class _RefusalOfAnyNumber(TargetSide):
+    """Takes the refusal of a number that its grant never had for one of the grant."""
+
+    def on_refused(self, sender: Incarnation, refused: Refused) -> None:
+        super().on_refused(sender, structs.replace(refused, sequence=0))
+
+
+class _ReadOfAnEarlierGeneration(TargetSide):
+    """Counts what was read before a retraction as if it were of the generation that was announced since."""
+
+    def count_moved(self, record: TargetRecord, reports: Sequence[SpanMoved]) -> None:
+        super().count_moved(record, [structs.replace(report, copy=record.copy) for report in reports])
+
+
+class _PreemptedFails(SourceSide):
+    """Fails a prefill that its engine has to start again."""
+
+    def retract(self, key: HandoffKey) -> None:
+        if (record := self._expected(key)) is not None:
+            self._end_by(record, SourceEvent.ABORTED, Outcome.FAILED, "preempted")
+
+
+class _SumsKept(TargetSide):
+    """Keeps the checksums of a generation that was retracted."""
+
+    def _drop_sums(self, record: TargetRecord) -> None:
+        sums = dict(record.sums)
+        super()._drop_sums(record)
+        record.sums |= sums
+
+
+class _AlarmNotSet(SourceSide):
+    """Sets no alarm for the end of the time in the queue."""
+
+    def expect(self, key: HandoffKey, prompt: str) -> None:
+        super().expect(key, prompt)
+        self._timers.drop(key)
+
+
+class _EveryPeerFenced(TargetSide):
+    """Registers its memory anew where it would be enough to end the session of one peer."""
+
+    table = TARGET.with_rows(
+        {
+            (TargetState.STOPPING, TargetEvent.STOP_LATE): Row(
+                TargetState.ISOLATED, (TargetEffect.SEND_STOP, TargetEffect.RESET_REGION)
+            )
+        }
+    )
+
+
 def _plants() -> Iterator[tuple[str, str, str, Bugs]]:
     early = _sides(target=_FreedBeforeAcknowledgement)
     yield "freed-before-acknowledgement", "block freed before the acknowledgement", "epoch", early
@@ -539,6 +597,15 @@ def _plants() -> Iterator[tuple[str, str, str, Bugs]]:
     left = _sides(target=_ReleaseLeftToHeartbeats)
     yield "release-left-to-heartbeats", "release not sent when delivered", "prompt", left
     yield "no-backoff", "questions repeated without a wait", "no needless message", _sides(target=_NoBackoff)
+    yield "grant-not-repeated", "grant that comes again ignored", "taken", _sides(source=_GrantNotRepeated)
+    any_number = _sides(target=_RefusalOfAnyNumber)
+    yield "refusal-of-any-number", "refusal of another number taken", "left alone", any_number
+    yield "preempted-fails", "preempted request failed", "spurious failure", _sides(source=_PreemptedFails)
+    earlier = _sides(target=_ReadOfAnEarlierGeneration)
+    yield "read-of-an-earlier-generation", "read of a retracted generation counted", "counts agree", earlier
+    yield "sums-kept", "checksums of a retracted generation kept", "counts agree", _sides(target=_SumsKept)
+    yield "alarm-not-set", "no alarm while queued for a grant", "alarm", _sides(source=_AlarmNotSet)
+    yield "every-peer-fenced", "all memory registered anew for one peer", "weakest fence", _sides(target=_EveryPeerFenced)
     yield "tickets-kept", "batches remembered for ever", "nothing kept", Bugs(rank=_TicketsKept)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,8 +11,8 @@ from typing import NamedTuple
 from kvbaton.agent.source import SourceRecord
 from kvbaton.agent.target import TargetRecord
 from kvbaton.config import HandoffSettings, Limits
-from kvbaton.core.handoff import LEGAL_PAIRS, HandoffKey, Incarnation, Mode, Outcome, TransferId
-from kvbaton.core.lifecycle import SourceState, TargetState
+from kvbaton.core.handoff import LEGAL_PAIRS, Executor, HandoffKey, Incarnation, Mode, Outcome, TransferId
+from kvbaton.core.lifecycle import SourceEvent, SourceState, TargetEvent, TargetState
 from kvbaton.sim.engine import SimPrompt, SourceEngine, TargetEngine
 from kvbaton.sim.instance import Bugs, Cluster, InstanceShape, SimInstance
 from kvbaton.sim.network import Network
@@ -43,6 +44,25 @@ _ROUND_TRIP_S = 0.01
 
 _DELAYED_S = 10.0
 """How long faults may hold a heartbeat up that was sent before an engine stopped."""
+
+_NOTICED_S = 1.3
+"""How long the death of a process on the same host may go unnoticed: it is looked for once a second."""
+
+_PAUSED_S = 1.0
+
+_NEVER_LATE = (SourceEvent.LEASE_OUT, TargetEvent.NO_PROGRESS, TargetEvent.STOP_LATE)
+
+_UNSURE = frozenset(
+    {
+        FaultKind.LOSE_REVOKE,
+        FaultKind.PAUSE,
+        FaultKind.PAUSE_RANK,
+        FaultKind.CLOCK_JUMP,
+        FaultKind.STALL,
+        FaultKind.SEVER,
+    }
+)
+"""Faults because of which a peer is not fenced in time, or a copy of our own does not stop."""
 
 UNFENCED_RULES = frozenset({"epoch", "foreign byte", "mixed generations", "corrupt byte", "half-landed prefix"})
 """What nothing promises where `--unfenced-writes` lets libraries write that cannot be fenced: a late byte may land anywhere."""
@@ -120,8 +140,12 @@ class Run:
             is_prompt=not script.faults,
             has_area=not script.rank_lag_s,
             slowest_s=slowest_s,
+            executor=_executor(script),
+            may_reset=_may_reset(script, limits),
+            declined_within_s=_declined_within_s(script, limits),
         )
         self.cluster.is_forgetful = script.is_forgetful
+        self.cluster.most_peers = script.most_peers
         if script.library_writes and script.unfenced_writes:
             self.world.not_promised |= UNFENCED_RULES
         self.faults: Counter[str] = Counter()
@@ -137,11 +161,15 @@ class Run:
         self._look_at = 0.0
         self._attempts = 0
         self._key_of: dict[int, HandoffKey] = {}
+        self._attempt_of: dict[int, int] = {}
+        self._retried: set[int] = set()
         self._uses: Counter[HandoffKey] = Counter()
         self._pending = sorted(script.faults, key=lambda fault: fault.at_event)
         self.is_disturbed = False
         """Whether a failure of any request is excused, whichever faults the script has, and so is what was found beside."""
         self._struck: list[Fault] = []
+        self._cancelled_at: dict[Fault, int] = {}
+        """Up to which attempt of its client a cancellation has struck."""
         self._live_grants: dict[str, set[tuple[str, int]]] = {}
         self._over_grants: dict[str, set[tuple[str, int]]] = {}
         for address in script.addresses:
@@ -204,10 +232,17 @@ class Run:
         )
         self.prompts[prompt.number] = (None, None)
         self._key_of[prompt.number] = key
+        self._attempt_of[prompt.number] = client.attempts
         self._uses[key] += 1
-        self._to_prefill(client, prompt)
+        if request.prefill_delay_s and request.mode is Mode.PUSH:
+            self.world.after(request.prefill_delay_s, None, lambda: self._to_prefill(client, prompt))
+        else:
+            self._to_prefill(client, prompt)
         if request.mode is Mode.PUSH:
             self.world.after(request.decode_delay_s, None, lambda: self._to_decode(client, prompt, None))
+            if request.second_decode >= 0:
+                self._uses[key] += 1
+                self.world.after(request.decode_delay_s, None, lambda: self._to_second_decode(client, prompt))
 
     def _to_prefill(self, client: _Client, prompt: SimPrompt) -> None:
         instance = self.cluster.instances.get(f"p{client.script.prefill}")
@@ -224,9 +259,9 @@ class Run:
                 self.world.after(delay, None, lambda: self._to_decode(client, prompt, instance.incarnation))
 
         def ended(key: HandoffKey, outcome: Outcome, reason: str) -> None:
-            del key, reason
+            del key
             if outcome is not Outcome.DELIVERED:
-                self._attempt_failed(client, prompt, instance)
+                self._attempt_failed(client, prompt, instance, reason)
 
         submit = lambda: engine.submit(prompt, answer, ended)  # noqa: E731
         self.world.at(self.world.now, instance.process, lambda: instance.call_engine(submit))
@@ -237,23 +272,42 @@ class Run:
             self._attempt_failed(client, prompt, None)
             return
         self.prompts[prompt.number] = (self.prompts[prompt.number][0], instance)
-        engine = instance.engine
+        engine, request = instance.engine, client.script
         assert isinstance(engine, TargetEngine)  # noqa: S101
         source = self.all_instances[client.script.prefill].control_address
 
         def ended(key: HandoffKey, outcome: Outcome, reason: str) -> None:
-            del key, reason
+            del key
             if outcome is Outcome.DELIVERED:
                 client.is_over = True
-            else:
-                self._attempt_failed(client, prompt, instance)
+            elif request.second_decode < 0 or "belongs to another target" not in reason:
+                self._attempt_failed(client, prompt, instance, reason)
 
         submit = lambda: engine.submit(prompt, source, incarnation, ended)  # noqa: E731
         self.world.at(self.world.now, instance.process, lambda: instance.call_engine(submit))
 
-    def _attempt_failed(self, client: _Client, prompt: SimPrompt, by: SimInstance | None) -> None:
+    def _to_second_decode(self, client: _Client, prompt: SimPrompt) -> None:
+        """The router is in doubt about the first target: of the two, the source takes one, and refuses the other."""
+        instance = self.cluster.instances.get(f"d{client.script.second_decode}")
+        if instance is not None and isinstance(instance.engine, TargetEngine):
+            source = self.all_instances[client.script.prefill].control_address
+
+            def ended(key: HandoffKey, outcome: Outcome, reason: str) -> None:
+                del key, reason
+                client.is_over = client.is_over or outcome is Outcome.DELIVERED
+
+            submit = partial(instance.engine.submit, prompt, source, None, ended)
+            self.world.at(self.world.now, instance.process, lambda: instance.call_engine(submit))
+
+    def _attempt_failed(self, client: _Client, prompt: SimPrompt, by: SimInstance | None, reason: str = "") -> None:
         """The router learns of a failure: it cancels the other side and tries again, as often as it may."""
-        if not self._is_excused(client):
+        # One that crosses another attempt of its own key, which has yet to end or to reach an instance, shares its fate.
+        request, attempt = client.script, self._attempt_of[prompt.number]
+        is_crossed = max(request.decode_delay_s, request.prefill_delay_s) >= request.retry_after_s
+        is_crossed = is_crossed or client.is_over or attempt != client.attempts or not request.retries_once
+        if is_crossed or "live already" in reason or reason.startswith("the request was cancelled"):
+            attempt = 0
+        if not self._is_excused(client, attempt):
             reached = f"p{client.script.prefill} or d{client.script.decode}"
             self.world.violate("spurious failure", f"{prompt.key} failed although no fault has reached {reached}")
         if client.is_over or client.attempts > prompt.number + client.script.retries or client.keys[-1] != prompt.key:
@@ -261,18 +315,19 @@ class Run:
         for side in self.prompts[prompt.number]:
             if side is not None and side is not by and self.world.random.random() < self.script.router_cancels:
                 self.world.after(0.001, side.process, partial(side.call_engine, partial(side.engine.cancel, prompt.key)))
-        if client.attempts <= client.script.retries:
+        if client.attempts <= client.script.retries and not (request.retries_once and prompt.number in self._retried):
+            self._retried.add(prompt.number)
             client.is_over = False
             self.world.after(client.script.retry_after_s, None, lambda: self._attempt(client))
 
-    def _is_excused(self, client: _Client) -> bool:
+    def _is_excused(self, client: _Client, attempt: int) -> bool:
         """Whether a fault that has struck can have reached this request, or one whose slow copy had to be fenced.
 
         What is in flight when a request ends, for whatever reason, arrives all the same. Where that takes longer than
         `stop_timeout` the target tears the session down, or registers its memory anew, and what else goes through that
         session, or into that memory, fails. That is promised; but a request has to have had a reason of its own to end.
         """
-        if self._is_reached(client):
+        if self._is_reached(client, attempt):
             return True
         ends = {f"p{client.script.prefill}", f"d{client.script.decode}"}
         is_reset = self.script.late_writes is LateWrites.UNFENCED
@@ -281,10 +336,13 @@ class Run:
             for key, between in self.cluster.fabric.outlasting.items()
             if ends == between or (is_reset and not ends.isdisjoint(between))
         }
-        return any(not fenced.isdisjoint(other.keys) and self._is_reached(other) for other in self.clients)
+        return any(not fenced.isdisjoint(other.keys) and self._is_reached(other, 0) for other in self.clients)
 
-    def _is_reached(self, client: _Client) -> bool:
-        """Whether a fault that has struck can have reached this request: at one of its two instances, or at itself.
+    def _is_reached(self, client: _Client, attempt: int) -> bool:
+        """Whether a fault that has struck can have reached this attempt of a request: at one of its instances, or at itself.
+
+        A cancellation reaches the attempt that is being made, and none that follows it under the same transfer id, unless the
+        message about it is lost or late.
 
         Preemption excuses nothing: the prompt is computed again, and its client gets its answer. Nor does what is sent twice,
         or one short disturbance, shorter than any limit: what was lost is asked for again, and what waited goes on.
@@ -302,11 +360,13 @@ class Run:
         ends = {f"p{script.prefill}", f"d{script.decode}"}
         is_reset = self.script.unfenced_writes and script.mode is Mode.PUSH
         short = [fault for fault in self._struck if fault.is_short]
+        is_quiet = all(fault.kind in CALM | HARMLESS for fault in self._struck)
         for fault in self._struck:
             if fault.kind in HARMLESS or short == [fault]:
                 continue
             if fault.kind in (FaultKind.CANCEL_SOURCE, FaultKind.CANCEL_TARGET):
-                if key in self.clients[fault.number % len(self.clients)].keys:
+                is_first = attempt <= self._cancelled_at[fault] or not is_quiet
+                if key in self.clients[fault.number % len(self.clients)].keys and is_first:
                     return True
             elif is_reset or (ends == {fault.who, fault.other} if fault.kind in LINK_FAULTS else fault.who in ends):
                 return True
@@ -386,6 +446,7 @@ class Run:
                 self.world.at(self.world.now, instance.process, lambda: instance.call_engine(engine.preempt))
             case FaultKind.REFUSE if isinstance(instance.engine, TargetEngine):
                 instance.engine.refuse_next += 1
+                instance.engine.refuses_whole = fault.is_whole
             case FaultKind.LOSE_REVOKE:
                 instance.lose_revokes += 1
             case FaultKind.BAD_GRANT:
@@ -420,6 +481,7 @@ class Run:
 
     def _cancel(self, fault: Fault) -> None:
         client = self.clients[fault.number % len(self.clients)]
+        self._cancelled_at[fault] = client.attempts
         address = f"d{client.script.decode}" if fault.kind is FaultKind.CANCEL_TARGET else f"p{client.script.prefill}"
         instance = self.cluster.instances.get(address)
         if instance is not None and client.keys:
@@ -473,6 +535,31 @@ class Run:
                 self.world.violate("hard end", f"{name}: {record.key} has been {record.state} for {now - since:.1f} s")
             self._check_silent_peer(name, record, since)
             self._check_on_time(name, record, since)
+            self._check_dead_peer(instance, record, since)
+        self._check_refused_copies(instance)
+
+    def _check_dead_peer(self, instance: SimInstance, record: SourceRecord | TargetRecord, since: float) -> None:
+        """On one host, a peer that is dead is noticed within a second, whatever was agreed with it."""
+        peer = record.target if isinstance(record, SourceRecord) else record.source
+        if not self.script.one_host or peer not in vars(vars(instance.coordinator)["_peers"])["_cards"]:
+            return
+        died_at = next(each.process.died_at for each in self.all_instances if each.incarnation == peer)
+        seen_at = self.cluster.watch.seen_at.get((instance.process.name, record.key), 0.0)
+        waited_s = self.world.now - max(died_at, since, seen_at)
+        if waited_s > _NOTICED_S:
+            self.world.find("on time", f"{instance.process.name}: {record.key} is {record.state}, and {peer} long dead")
+
+    def _check_refused_copies(self, instance: SimInstance) -> None:
+        """A copy of which the transport takes nothing for `transfer_timeout` fails then."""
+        limit_s = self.cluster.limits.transfer_timeout * _HARD_END_SLACK[0] + _LATE_S
+        for transport, agent in zip(instance.transports, instance.agents, strict=True):
+            for copy, since in transport.refused_since.items():
+                if self.world.now - since > limit_s and copy in agent.copies and not self._has_paused(instance):
+                    self.world.find("on time", f"{instance.process.name}: nothing of {copy} was posted since {since:.3f}")
+
+    def _has_paused(self, instance: SimInstance) -> bool:
+        is_paused = any(loop.paused_until > self.world.now - _PAUSED_S for loop in instance.loops)
+        return is_paused or instance.process.paused_until > self.world.now - _PAUSED_S
 
     def _check_on_time(self, name: str, record: SourceRecord | TargetRecord, since: float) -> None:
         """A side that waits for its peer, and receives nothing about the hand-off, ends when its limit is over."""
@@ -533,6 +620,17 @@ class Run:
             if instance.process.is_alive:
                 for kept in kept_for_ever(instance.coordinator, instance.agents):
                     self.world.find("nothing kept", f"{instance.process.name}: {kept}")
+                self._check_cards_kept(instance)
+                late = instance.coordinator.source.late_total + instance.coordinator.target.late_total
+                if any(late[event] for event in _NEVER_LATE):
+                    self.world.find("counted", f"{instance.process.name}: what time does is never late: {late}")
+
+    def _check_cards_kept(self, instance: SimInstance) -> None:
+        """Of peers that were dialled, a target keeps one card per address, and no instance more cards than it may."""
+        cards = list(vars(vars(instance.coordinator)["_peers"])["_cards"])
+        dialled = [address for card in cards if (address := card.partition("#")[0]) in instance.dialled]
+        if len(set(dialled)) < len(dialled) or len(cards) > (self.script.most_peers or math.inf):
+            self.world.find("nothing kept", f"{instance.process.name}: the cards of {cards}")
 
     def _check_healed(self) -> None:
         """A fault that is over leaves no harm behind: every pair of instances can hand off again."""
@@ -555,6 +653,29 @@ class Run:
             if ends[0] is not None and ends[1] is not None and (ends[0], ends[1]) not in LEGAL_PAIRS:
                 self.world.violate("legal pair", f"attempt {number}: source {ends[0]}, target {ends[1]}")
         return pairs
+
+
+def _executor(script: Script) -> Executor:
+    """Which side copies in push: the source only where it can be fenced, or was allowed to write without that."""
+    if script.late_writes is LateWrites.IMPOSSIBLE:
+        return Executor.TARGET_READS
+    may_write = script.late_writes is LateWrites.REVOCABLE or script.unfenced_writes
+    return Executor.SOURCE_WRITES if may_write else Executor.TARGET_READS
+
+
+def _may_reset(script: Script, limits: Limits) -> bool:
+    """Whether a peer may be one that cannot be fenced alone, or not in time."""
+    is_slow = 4 * script.rank_lag_s + 2 * script.move_s * script.uneven > limits.stop_timeout
+    is_revocable = script.late_writes is LateWrites.REVOCABLE
+    return not is_revocable or is_slow or any(fault.kind in _UNSURE for fault in script.faults)
+
+
+def _declined_within_s(script: Script, limits: Limits) -> float:
+    """How soon a source ends what its target has declined, if only a few messages are lost and no id is used again."""
+    is_known = all(fault.kind in (FaultKind.REFUSE, FaultKind.LOSE, FaultKind.DOUBLE) for fault in script.faults)
+    is_reused = any(request.retries or request.steal_id >= 0 for request in script.requests)
+    lost = sum(fault.number for fault in script.faults if fault.kind is FaultKind.LOSE)
+    return math.inf if is_reused or not is_known else _ROUND_TRIP_S + (lost + bool(lost)) * limits.beat_s
 
 
 def run_script(script: Script, bugs: Bugs | None = None, *, keep_timeline: bool = False) -> Result:

@@ -92,8 +92,14 @@ class RequestScript(msgspec.Struct, frozen=True):
     prefix: int = 0
     shared: int = 0
     decode_delay_s: float = 0.0
+    prefill_delay_s: float = 0.0
+    """How much later than the target the source gets it, in push."""
+    second_decode: int = -1
+    """To which other target a router that is in doubt sends it, too, in push."""
     retries: int = 0
     retry_after_s: float = 0.05
+    retries_once: bool = False
+    """Whether its router tries again once, and not twice, when both sides report that an attempt has failed."""
     reuse_id: bool = False
     steal_id: int = -1
     """Whose transfer id to use instead of an own one."""
@@ -116,6 +122,8 @@ class Fault(msgspec.Struct, frozen=True):
     other: str = ""
     for_s: float = 0.0
     number: int = 0
+    is_whole: bool = False
+    """Whether what is refused is everything of the transfer id."""
 
     @property
     def is_short(self) -> bool:
@@ -155,7 +163,9 @@ class Script(msgspec.Struct, frozen=True):
     uneven: float = 1.0
     """How many times slower every fourth batch of a transport is than the others."""
     is_forgetful: bool = False
-    """Whether instances remember so few peers and ends that each is soon forgotten."""
+    """Whether instances remember so few ends, grants and peers that each is soon forgotten."""
+    most_peers: int = 0
+    """How many cards of peers an instance keeps; 0 for as many as in production."""
     rank_lag_s: float = 0.0
     """How long orders to ranks and their reports are under way at most; 0 where ranks live in their coordinator's process."""
 

@@ -94,6 +94,8 @@ class SimTransport:
         self.fail_next = 0
         self.corrupt_next = 0
         self.refuse_until = 0.0
+        self.refused_since: dict[CopyId, float] = {}
+        """Copies of which a batch was refused, since when, and none was taken."""
         self.stall_until = 0.0
         fabric.ranks[me] = self
 
@@ -136,8 +138,14 @@ class SimTransport:
     def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
         """Start moving cells, one event each."""
         del after
+        if not len(batch.runs):
+            self._fabric.world.find("nothing twice", f"{self._where}: a batch without a run: {self.context}")
         if self.refuse_until > self._fabric.world.now:
+            is_aux = len(batch.runs) > 0 and batch.runs[0][1] >= len(self.memory.cells)
+            if self.context is not None and not is_aux:
+                self.refused_since.setdefault(self.context, self._fabric.world.now)
             raise QueueFull("queue full: refused by the simulation; post again")
+        self.refused_since.clear()
         self._last_ticket += 1
         ticket = Ticket(self._last_ticket)
         moves = deque(move for run in batch.runs.tolist() for move in self._moves(batch.direction, *run))

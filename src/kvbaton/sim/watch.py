@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sized
 from dataclasses import dataclass, field
 
 from kvbaton.agent.coordinator import Coordinator
-from kvbaton.agent.engine_port import EngineEvent, Landed, SourceEnded, TargetEnded
+from kvbaton.agent.engine_port import EngineEvent, HandoffStats, Landed, SourceEnded, TargetEnded
 from kvbaton.agent.rank import RankAgent
-from kvbaton.agent.rank_orders import CloseCopy, CopyId, MoveSpans, OpenCopy, RankOrder, ReadAux, SumSpans
+from kvbaton.agent.rank_orders import CloseCopy, CopyId, MoveSpans, OpenCopy, RankOrder, ReadAux, ResetRegion, SumSpans
 from kvbaton.config import HandoffSettings, Limits
 from kvbaton.core.bounded import BoundedMap
-from kvbaton.core.handoff import AuxChannel, HandoffKey, Outcome, Span
+from kvbaton.core.handoff import AuxChannel, Executor, HandoffKey, Mode, Outcome, Span, TransferId
 from kvbaton.core.messages import (
     Announced,
     AuxSent,
@@ -38,6 +38,11 @@ __all__ = ["Watch", "kept_for_ever"]
 _ANSWER_S = 0.02
 """How long messages and their answers take at most where no fault disturbs them, a handshake included."""
 
+_UNSEEN_S = 0.005
+"""How much of the time between two events at two instances no side sees: messages, and turns of ranks and engines."""
+
+_DRIFT = 0.02
+
 _EARLY = 0.98
 """Clocks drift: so much of a wait may be missing."""
 
@@ -54,6 +59,7 @@ class _Waiting:
     is_allocated: bool = False
     over_since: float | None = None
     """When one side has ended while the other was live: that one has to follow."""
+    declined_at: float | None = None
     last_s: float = 0.0
 
 
@@ -74,6 +80,9 @@ class Watch:
         is_prompt: bool,
         has_area: bool,
         slowest_s: float,
+        executor: Executor,
+        may_reset: bool,
+        declined_within_s: float,
     ) -> None:
         self._world = world
         self._settings = settings
@@ -81,6 +90,10 @@ class Watch:
         self._limits = limits
         self._is_calm = is_calm
         self._patient_s = _ANSWER_S + slowest_s
+        self._executor = executor
+        self._may_reset = may_reset
+        self._declined_within_s = declined_within_s
+        self._is_undisturbed = is_prompt
         self._is_prompt = is_prompt and self._patient_s < limits.retry * 0.9
         self._orders: set[tuple[object, ...]] = set()
         self._waiting: dict[HandoffKey, _Waiting] = {}
@@ -90,6 +103,10 @@ class Watch:
         self.seen_at: dict[tuple[str, HandoffKey], float] = {}
         """When an instance last received a message about a hand-off."""
         self._cancelled: dict[tuple[str, HandoffKey], Outcome] = {}
+        self._declined: set[HandoffKey | TransferId] = set()
+        """What a target has declined: hand-offs, and whole requests."""
+        self._started_at: dict[HandoffKey, float] = {}
+        self._offered_at: dict[HandoffKey, float] = {}
 
     # What ranks are ordered to do, and do.
 
@@ -105,6 +122,8 @@ class Watch:
                 for span in order.spans:
                     self._once((name, rank, type(order).__name__, side, order.copy, span.number))
                 self.touch(order.copy.key)
+            case ResetRegion() if not self._may_reset:
+                self._world.find("weakest fence", f"{name}: all memory is registered anew, although one peer could be fenced")
             case _:
                 pass
 
@@ -160,9 +179,18 @@ class Watch:
 
     def _check_settings(self, name: str, grant: Grant) -> None:
         """The first grant asks for what was set."""
-        set_up = (self._settings.integrity, self._settings.aux_channel if self._has_area else AuxChannel.CONTROL)
-        if (grant.integrity, grant.aux_channel) != set_up:
+        channel = self._settings.aux_channel if self._has_area else AuxChannel.CONTROL
+        executor = self._executor if grant.mode is Mode.PUSH else Executor.TARGET_READS
+        set_up = (self._settings.integrity, channel, executor)
+        if (grant.integrity, grant.aux_channel, grant.executor) != set_up:
             self._world.find("as set", f"{name}: {set_up} is set: {grant}")
+
+    def on_dialled(self, name: str, address: str, local_s: float) -> None:
+        """An instance asks for the card of the peer at an address: once for all that wait for it."""
+        if self._is_undisturbed:
+            before, self._sent_at[name, address] = self._sent_at.get((name, address)), local_s
+            if before is not None and local_s - before < self._limits.retry / 2 * _EARLY:
+                self._world.find("no needless message", f"{name} asks {address} again after {local_s - before:.3f} s")
 
     def _check_wait(self, about: tuple[object, ...], local_s: float, wait_s: float, message: Message) -> None:
         before, self._sent_at[about] = self._sent_at.get(about), local_s
@@ -184,12 +212,17 @@ class Watch:
         waiting = self._waiting.setdefault(key, _Waiting())
         waiting.sides.add(side)
         waiting.last_s = self._world.now
+        self._started_at.setdefault(key, self._world.now)
+        if side == "source" and not self._declined.isdisjoint((key, key.transfer_id)):
+            waiting.declined_at = self._world.now
 
     def computes(self, key: HandoffKey, *, is_complete: bool) -> None:
         """The source's engine has computed something, or all of it; or it has to start again."""
         if (waiting := self._waiting.get(key)) is not None:
             self.touch(key)
             waiting.is_offered = is_complete
+            if is_complete:
+                self._offered_at[key] = self._world.now
 
     def streams(self, name: str, key: HandoffKey, span: Span) -> None:
         """The source's engine has computed a span, with a grant in hand: by now it is announced."""
@@ -207,10 +240,26 @@ class Watch:
         if not is_ending:
             self._cancelled.setdefault((name, key), Outcome.CANCELLED)
 
-    def declined(self, key: HandoffKey) -> None:
-        """A target's engine refuses a request: its source has to be notified."""
-        if (waiting := self._waiting.get(key)) is not None:
-            waiting.over_since = self._world.now
+    def declined(self, key: HandoffKey, *, is_whole: bool) -> None:
+        """A target's engine refuses a hand-off, or all of a request: its source has to be notified."""
+        self._declined.add(key.transfer_id if is_whole else key)
+        for other, waiting in self._waiting.items():
+            if other == key or (is_whole and other.transfer_id == key.transfer_id):
+                waiting.declined_at = self._world.now
+
+    def landed(self, name: str, key: HandoffKey, mode: Mode, stats: HandoffStats) -> None:
+        """A target delivers, and reports how long that took after the prefill was complete: that is true, or nearly so.
+
+        The message which states that the prefill is complete is under way for a while that no side can measure.
+        """
+        if not self._is_undisturbed or key not in self._offered_at:
+            return
+        waited_s = self._world.now - self._offered_at[key]
+        slack_s = _UNSEEN_S + _DRIFT * (self._world.now - self._started_at[key])
+        is_late = stats.handover_s + stats.wire_s < waited_s - slack_s
+        is_early = stats.handover_s + (stats.wire_s if mode is Mode.PULL else 0.0) > waited_s + slack_s
+        if is_late or is_early or stats.wire_s > self._world.now - self._started_at[key] + slack_s:
+            self._world.find("counted", f"{name}: {key} landed {waited_s:.4f} s after its prefill: {stats}")
 
     def on_event(self, name: str, event: EngineEvent) -> None:
         """An engine is notified."""
@@ -240,6 +289,10 @@ class Watch:
             if waited_s > self._patient_s + self._limits.beat_s:
                 self._world.find("prompt", f"{key}: the {side} ended {waited_s:.3f} s after the other side")
         waiting.over_since = self._world.now if len(waiting.sides) > 1 else None
+        if waiting.declined_at is not None and side == "source":
+            waited_s = self._world.now - waiting.declined_at
+            if waited_s > self._declined_within_s:
+                self._world.find("prompt", f"{key}: the source ended {waited_s:.3f} s after its target had declined it")
 
     def touch(self, key: HandoffKey) -> None:
         """Something was done for a hand-off. Unless an engine was waited for, something was done just before, too."""

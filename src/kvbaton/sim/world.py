@@ -41,6 +41,11 @@ RULES: dict[str, str] = {
     "named end": "an end has a reason, and the outcome of what caused it",
     "prompt": "where nothing is disturbed, no hand-off waits for a retry",
     "no needless message": "no message is repeated before it can be lost, and no question answered twice",
+    "taken": "what a message states about the grant in hand counts as soon as it has arrived, and a question is answered",
+    "left alone": "a message about another grant, generation or peer changes nothing",
+    "counts agree": "what is counted of a hand-off agrees with what is listed of it",
+    "alarm": "for every deadline of a hand-off an alarm is set",
+    "weakest fence": "no memory is registered anew where it is enough to fence one peer",
     "nothing kept": "without hand-offs, nothing is remembered but what is bounded",
 }
 """The rules of the protocol, each broken by a plant."""

@@ -76,3 +76,13 @@ def test_what_comes_and_goes_takes_no_memory() -> None:
     alarms.set(-1, 1.0)
     assert len(alarms._heap) < 100
     assert list(alarms.ring(1e9)) == [-1]
+
+
+def test_what_stays_rings_however_many_come_and_go_beside_it() -> None:
+    alarms: Alarms[int] = Alarms()
+    alarms.set(-1, 5.0)
+    for number in range(1000):
+        alarms.set(number, 10.0 + number)
+        alarms.drop(number)
+    assert len(alarms._heap) < 100
+    assert list(alarms.ring(6.0)) == [-1]

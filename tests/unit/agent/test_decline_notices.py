@@ -84,6 +84,8 @@ def test_an_unknown_source_is_dialled_and_notified_when_its_card_is_there() -> N
     assert rig.stops() == []
     rig.decline_notices.on_card(card_of("s1"), ADDRESS)
     assert rig.stops() == [STOP]
+    rig.decline_notices.resend_to(S2)
+    assert rig.stops() == [], "it is no notice to that source"
     rig.decline_notices.resend_to(S1)
     assert rig.stops() == [STOP]
 

@@ -12,8 +12,9 @@ import numpy.typing as npt
 import pytest
 from agent_rig import Clock, card_of, key_of, layout_of_tokens
 
-from kvbaton.agent.rank import RankAgent
+from kvbaton.agent.rank import RankAgent, _neighbours
 from kvbaton.agent.rank_orders import (
+    AuxRead,
     CloseCopy,
     Connect,
     CopyFailed,
@@ -24,6 +25,7 @@ from kvbaton.agent.rank_orders import (
     OpenCopy,
     PeerFenced,
     RankReport,
+    ReadAux,
     RegionFenced,
     ResetRegion,
     RevokePeer,
@@ -411,6 +413,25 @@ def test_spans_that_are_no_rectangle_are_not_moved_as_one(rig: Rig, spans: tuple
         one = rig.expected(range(span.first_token, span.end_token), range(span.first_layer, span.end_layer))
         expected = np.where(one == POISON, expected, one)
     assert np.array_equal(rig.memory, expected)
+
+
+def test_layers_with_a_gap_between_them_are_no_row() -> None:
+    spans = (Span(0, 0, 4, 0, 1), Span(1, 0, 4, 2, 3), Span(2, 0, 4, 3, 4))
+    assert list(_neighbours(spans)) == [spans[:1], spans[1:]]
+
+
+def test_an_aux_record_that_could_not_be_read_is_reported_with_the_reason() -> None:
+    transport = Scripted(LateWrites.IMPOSSIBLE, {Direction.READ})
+    agent, reports = scripted(transport)
+    order = ReadAux(copy=COPY, peer=PEER, offset=1, slot=2, size_bytes=3)
+    for error in ("PeerLost: gone", ""):
+        agent.handle(order)
+        transport.finish(next(iter(transport.posted)), error=error)
+        agent.poll()
+    assert reports == [
+        AuxRead(COPY, 2, b"", "PeerLost: gone"),
+        AuxRead(COPY, 2, b"", "this rank has no memory to read from"),
+    ]
 
 
 def test_a_failed_copy_is_reported_when_the_rest_of_it_is_quiet() -> None:

@@ -11,9 +11,10 @@ import pytest
 from agent_rig import AUX, BLOCKS, LIMITS, Clock, Post, ScriptedRanks, key_of
 
 from kvbaton.agent.engine_port import Drained, EngineEvent, Granted, Offer, SourceEnded
+from kvbaton.agent.rank_orders import SpanSummed
 from kvbaton.agent.source import SourceSide
 from kvbaton.core.grants import REACH
-from kvbaton.core.handoff import Executor, HandoffKey, Incarnation, Mode, Outcome, Span
+from kvbaton.core.handoff import Executor, HandoffKey, Incarnation, Integrity, Mode, Outcome, Span
 from kvbaton.core.lifecycle import SourceState
 from kvbaton.core.messages import (
     MAX_REASON,
@@ -34,6 +35,7 @@ from kvbaton.core.messages import (
     decode,
     encode,
 )
+from kvbaton.core.timeline import Side
 from kvbaton.errors import IllegalTransition
 
 KEY = key_of("k")
@@ -441,6 +443,38 @@ def test_a_source_that_writes_confirms_when_every_rank_has_moved_everything(rig:
     assert rig.take_events()[-1] == SourceEnded(KEY, Outcome.DELIVERED)
 
 
+def test_a_source_that_writes_is_asked_in_vain_before_its_last_byte(rig: Rig) -> None:
+    rig.expect()
+    rig.side.on_grant(T1, msgspec.structs.replace(grant(writes=True), integrity=Integrity.FULL))
+    rig.compute(0, 1, 2)
+    rig.offer()
+    rig.side.on_confirm_ask(T1, ConfirmAsk(KEY, 1, rig.generation))
+    copy = rig.side.live[KEY].copy
+    for rank in range(rig.ranks_count):
+        rig.side.on_summed_spans([SpanSummed(copy, Side.SOURCE, rank, span.number, ((rank, 1),)) for span in SPANS])
+    assert rig.sent(Confirmed) == [], "everything is summed, and nothing is written"
+    for move in list(rig.ranks.moves):
+        rig.ranks.finish(move)
+    assert len(rig.sent(Confirmed)) == 1
+
+
+def test_a_copy_is_owned_by_the_side_that_opened_it(rig: Rig) -> None:
+    """An instance that hands off to itself has both sides of one key."""
+    rig.serve()
+    assert not rig.side.owns_copy(rig.side.live[KEY].copy), "the target reads"
+
+
+def test_a_decline_of_what_is_live_with_a_grant_is_not_kept_for_the_next_one(rig: Rig) -> None:
+    rig.serve()
+    rig.side.on_stop(T1, Stop(KEY, 0, Outcome.FAILED, "late", "p"))
+    assert rig.sent(Stopped) == [Stopped(KEY, 0)]
+    rig.side.cancel(KEY, "the client left")
+    rig.take_events()
+    rig.expect()
+    assert rig.take_events() == []
+    assert rig.state() is SourceState.QUEUED
+
+
 def test_one_failed_rank_fails_all_and_the_others_stop_first(rig: Rig) -> None:
     rig.serve(writes=True)
     copy = rig.side.live[KEY].copy
@@ -609,6 +643,19 @@ def test_a_parked_grant_that_was_stopped_ends_the_request_that_comes_for_it(rig:
     assert rig.take_events() == [Granted(KEY)]
 
 
+def test_a_grant_that_comes_after_its_request_was_cancelled_leaves_no_decline_for_the_next_one(rig: Rig) -> None:
+    rig.expect()
+    rig.side.cancel(KEY, "the client left")
+    rig.side.on_grant(T1, grant())
+    assert rig.state() is SourceState.PARKED
+    rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED, "the client left", sequence=1))
+    assert rig.sent(Stopped) == [Stopped(KEY, 1)]
+    rig.take_events()
+    rig.expect()
+    assert rig.take_events() == []
+    assert rig.state() is SourceState.QUEUED
+
+
 def test_another_prompt_under_the_key_of_a_stopped_parked_grant_is_not_ended(rig: Rig) -> None:
     rig.side.on_grant(T1, grant())
     rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED, "the client left", sequence=1))
@@ -620,10 +667,20 @@ def test_another_prompt_under_the_key_of_a_stopped_parked_grant_is_not_ended(rig
 def test_one_grant_is_refused_for_a_request_that_the_engine_refused_before(rig: Rig) -> None:
     rig.side.refuse(KEY, "too long")
     rig.side.on_grant(T1, grant())
-    assert "too long" in rig.sent(Refused)[0].reason
     assert KEY not in rig.side.live
+    rig.side.on_grant(T1, grant())
+    first, again = rig.sent(Over)
+    assert first == again, "the first answer may be lost"
+    assert (first.outcome, first.reason) == (Outcome.FAILED, "too long")
     rig.side.on_grant(T2, grant())
     assert rig.state() is SourceState.PARKED, "a later one is about another request of the same key"
+
+
+def test_a_long_reason_of_a_refusal_is_cut(rig: Rig) -> None:
+    rig.side.refuse(KEY, "x" * 10_000)
+    rig.side.on_grant(T1, grant())
+    (end,) = rig.sent(Over)
+    assert len(end.reason) == MAX_REASON
 
 
 def test_what_the_engine_refused_is_forgotten_in_time_and_when_it_is_asked_for_again(rig: Rig) -> None:

@@ -168,6 +168,21 @@ def test_a_source_that_cannot_sum_fails_at_once_on_both_sides() -> None:
     assert (ended.outcome, "no memory" in ended.reason) == (Outcome.FAILED, True)
 
 
+@pytest.mark.parametrize("side", list(Side))
+def test_one_span_of_several_that_cannot_be_summed_fails_the_hand_off(side: Side) -> None:
+    pair = Pair()
+    pair.move()
+    node = pair.source if side is Side.SOURCE else pair.target
+    rank, ask = node.ranks.sums[0]
+    good = SpanSummed(ask.copy, side, rank, 0, ((rank, 1),))
+    bad = SpanSummed(ask.copy, side, rank, 1, (), "checksum: no memory")
+    node.coordinator.take_report(deque([good, bad]))
+    pair.settle()
+    pair.quiet()
+    (ended,) = pair.target_events()
+    assert (ended.outcome, "no memory" in ended.reason) == (Outcome.FAILED, True)
+
+
 def test_a_retraction_drops_the_sums_with_the_spans() -> None:
     pair = Pair()
     pair.move()

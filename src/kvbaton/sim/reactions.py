@@ -1,0 +1,366 @@
+"""What a message has to bring about at once, and what it must leave alone.
+
+Every message is about one grant of one peer, and mostly about one generation. If that is the grant, the peer and the generation
+in hand, what the message states counts before the next event; if not, the hand-off is as it was before. Both are worked out
+here from the records alone, without the guards of the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvbaton.agent.coordinator import Coordinator
+from kvbaton.agent.source import SourceRecord
+from kvbaton.agent.target import TargetRecord
+from kvbaton.core.handoff import AuxChannel, Executor, HandoffKey, Incarnation, Integrity, TransferId
+from kvbaton.core.lifecycle import SourceState, TargetState
+from kvbaton.core.messages import (
+    Announced,
+    AuxSent,
+    ConfirmAsk,
+    Confirmed,
+    Envelope,
+    Grant,
+    Heartbeat,
+    Hello,
+    Message,
+    Over,
+    Prefilled,
+    Refused,
+    Release,
+    Retracted,
+    Stop,
+    Stopped,
+)
+
+__all__ = ["Reactions"]
+
+_CLOSING = frozenset({TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED})
+_UNANSWERED = frozenset({TargetState.QUEUED, TargetState.HANDSHAKING, TargetState.GRANTED})
+_RENEWED = frozenset({TargetState.GRANTED, TargetState.FILLING})
+_EARLY = frozenset({SourceState.PARKED, SourceState.QUEUED, SourceState.HELD})
+_SMALL_S = 1e-6
+
+TAKEN, LEFT_ALONE = "taken", "left alone"
+
+Broken = tuple[str, str] | None
+"""The rule that did not hold, and what was seen."""
+
+Check = Callable[[list[Message]], Broken]
+"""Called when the message was handled, with what was sent to its sender meanwhile."""
+
+SourceMessage = Announced | Prefilled | AuxSent | Retracted | Confirmed | Refused | Over | Stopped
+
+
+def _nothing(sent: list[Message]) -> Broken:
+    del sent
+    return None
+
+
+def _has(sent: list[Message], kind: type[Message], key: HandoffKey) -> bool:
+    return any(isinstance(each, kind) and getattr(each, "key", None) == key for each in sent)
+
+
+def _source_place(record: SourceRecord | None) -> tuple[object, ...]:
+    if record is None:
+        return ()
+    flags = (record.is_asked, record.is_confirmed, record.stop_asked, record.superseded_by)
+    return record.state, record.target, record.grant_number, record.generation, len(record.spans), record.lease_until, *flags
+
+
+def _target_place(record: TargetRecord | None) -> tuple[object, ...]:
+    if record is None:
+        return ()
+    counts = (len(record.spans), record.span_count, len(record.source_sums), len(record.open_copies))
+    flags = (record.aux is None, record.aux_pointer is None, record.is_confirmed, record.peer_is_quiet)
+    return record.state, record.source, record.grant, record.generation, record.give_up_at, *counts, *flags
+
+
+class Reactions:
+    """What one instance has to make of the messages that it gets."""
+
+    def __init__(self, coordinator: Coordinator, clock: Callable[[], float]) -> None:
+        self._coordinator = coordinator
+        self._source, self._target = coordinator.source, coordinator.target
+        self._clock = clock
+        self._limits = vars(coordinator)["_limits"]
+        self._ranks = len(coordinator.card.ranks)
+        self._declined: set[TransferId] = set()
+        """What was ever declined here: such a hand-off may be asked for again, and its earlier end is no answer then."""
+
+    def expect(self, envelope: Envelope) -> Check:
+        """What has to hold when a frame that has just arrived was handled."""
+        sender, message = envelope.sender, envelope.message
+        if isinstance(message, Hello) or (isinstance(message, Refused) and message.key is None):
+            return _nothing
+        is_for_us = envelope.recipient in ("", self._coordinator.card.incarnation)
+        if not is_for_us or sender not in vars(vars(self._coordinator)["_peers"])["_cards"]:
+            is_decline = is_for_us and isinstance(message, Stop) and not message.grant
+            return _nothing if is_decline else self._asked_back(message)
+        match message:
+            case Grant():
+                return self._on_grant(sender, message)
+            case ConfirmAsk():
+                return self._on_confirm_ask(sender, message)
+            case Release():
+                return self._on_release(sender, message)
+            case Stop():
+                return self._on_stop(sender, message) if message.grant or message.prompt else self._on_whole(sender, message)
+            case Heartbeat():
+                return self._on_source_beat(sender, message) if message.from_source else self._on_target_beat(sender, message)
+            case _:
+                return self._on_source_message(sender, message)
+
+    def _asked_back(self, message: Message) -> Check:
+        """From a peer that is not known, or for another incarnation: the card is sent, and nothing else is done."""
+        key = getattr(message, "key", None)
+        unchanged = _nothing if key is None else self._unchanged(key, message)
+
+        def check(sent: list[Message]) -> Broken:
+            if not any(isinstance(each, Hello) for each in sent):
+                return TAKEN, f"no card was sent in answer to {message}"
+            return unchanged(sent)
+
+        return check
+
+    def _unchanged(self, key: HandoffKey, message: object) -> Check:
+        before = _source_place(self._source.live.get(key)), _target_place(self._target.live.get(key))
+
+        def check(sent: list[Message]) -> Broken:
+            del sent
+            after = _source_place(self._source.live.get(key)), _target_place(self._target.live.get(key))
+            return None if after == before else (LEFT_ALONE, f"{before} became {after} by {message}")
+
+        return check
+
+    # At a source.
+
+    def _owned(self, sender: Incarnation, key: HandoffKey, grant: int) -> SourceRecord | None:
+        record = self._source.live.get(key)
+        return record if record is not None and record.target == sender and record.grant_number == grant else None
+
+    def _on_grant(self, sender: Incarnation, grant: Grant) -> Check:
+        """Taken up, or answered. One that is repeated has everything sent again; one of another target disturbs no other."""
+        if (record := self._owned(sender, grant.key, grant.grant)) is not None:
+            return self._on_grant_again(record, grant)
+        record = self._source.live.get(grant.key)
+        is_foreign = record is not None and record.grant is not None and record.target != sender
+        unchanged = self._unchanged(grant.key, grant) if is_foreign else _nothing
+
+        def check(sent: list[Message]) -> Broken:
+            now = self._source.live.get(grant.key)
+            is_held = self._owned(sender, grant.key, grant.grant) is not None
+            is_kept = now is not None and now.superseded_by == grant
+            if not is_held and not is_kept and not any(getattr(each, "key", None) == grant.key for each in sent):
+                return TAKEN, f"neither taken up nor answered: {grant}"
+            return unchanged(sent)
+
+        return check
+
+    def _on_grant_again(self, record: SourceRecord, grant: Grant) -> Check:
+        state, numbers = record.state, {span.number for span in record.spans}
+        kinds: list[type[Message]] = []
+        if state is SourceState.SERVING:
+            kinds = [Prefilled, AuxSent, *([Confirmed] if record.is_confirmed and record.writes else [])]
+        elif state is SourceState.RETRACTING:
+            kinds, numbers = [Retracted], set()
+        elif state is not SourceState.STREAMING:
+            numbers = set()
+
+        def check(sent: list[Message]) -> Broken:
+            announced = {span.number for each in sent if isinstance(each, Announced) for span in each.spans}
+            missing = [kind.__name__ for kind in kinds if not _has(sent, kind, grant.key)]
+            if missing or not announced >= numbers:
+                return TAKEN, f"{state}: {missing} and spans {sorted(numbers - announced)} were not sent again for {grant}"
+            return None
+
+        return check
+
+    def _on_confirm_ask(self, sender: Incarnation, ask: ConfirmAsk) -> Check:
+        record = self._owned(sender, ask.key, ask.grant)
+        if record is None:
+            unchanged = self._unchanged(ask.key, ask)
+            return lambda sent: unchanged(sent) if _has(sent, Over, ask.key) else (TAKEN, f"not answered: {ask}")
+        if record.generation != ask.generation:
+            return lambda sent: None if _has(sent, Retracted, ask.key) else (TAKEN, f"not answered: {ask}")
+        if record.state is not SourceState.SERVING or record.writes:
+            return _nothing
+        is_summed = record.integrity is Integrity.OFF or len(record.sums) == self._ranks * len(record.spans)
+
+        def check(sent: list[Message]) -> Broken:
+            is_taken = _has(sent, Confirmed, ask.key) if is_summed else record.is_asked
+            return None if is_taken else (TAKEN, f"not answered, and not kept until all is summed: {ask}")
+
+        return check
+
+    def _on_release(self, sender: Incarnation, release: Release) -> Check:
+        record = self._owned(sender, release.key, release.grant)
+        if record is None or not record.is_confirmed:
+            return self._unchanged(release.key, release)
+        is_serving = record.state is SourceState.SERVING
+
+        def check(sent: list[Message]) -> Broken:
+            del sent
+            is_kept = is_serving and self._source.live.get(release.key) is record
+            return (TAKEN, f"still {record.state} after {release}") if is_kept else None
+
+        return check
+
+    def _on_stop(self, sender: Incarnation, stop: Stop) -> Check:
+        """What holds the grant ends, or what has none yet. Whatever it was about, it is answered when all is quiet."""
+        record = self._source.live.get(stop.key)
+        if not stop.grant or (record is not None and record.state is SourceState.PARKED):
+            self._declined.add(stop.key.transfer_id)
+        is_ours = record is not None and record.target in (None, sender)
+        is_meant = is_ours and record is not None and self._is_meant(record, stop)
+        # Without a grant in hand: the stop may have overtaken the very grant, or come again after it was used up.
+        is_open = is_ours and record is not None and record.grant is None and stop.grant > 0
+        unchanged = _nothing if is_meant or is_open else self._unchanged(stop.key, stop)
+
+        def check(sent: list[Message]) -> Broken:
+            now = self._source.live.get(stop.key)
+            is_ending = now is not None and now.state is SourceState.STOPPING
+            if is_meant and now is record and not is_ending:
+                return TAKEN, f"still live after {stop}"
+            is_ahead = stop.sequence > vars(self._source)["_windows"].used_up_to(sender)
+            if not _has(sent, Stopped, stop.key) and not is_ending and not is_ahead:
+                return TAKEN, f"not answered: {stop}"
+            return unchanged(sent)
+
+        return check
+
+    def _is_meant(self, record: SourceRecord, stop: Stop) -> bool:
+        if stop.grant:
+            return record.grant_number == stop.grant
+        return record.state in _EARLY and stop.prompt in ("", record.prompt)
+
+    def _on_whole(self, sender: Incarnation, stop: Stop) -> Check:
+        """Whatever of the transfer id has no grant yet ends; what has one goes on."""
+        self._declined.add(stop.key.transfer_id)
+        alike = [record for key, record in self._source.live.items() if key.transfer_id == stop.key.transfer_id]
+        ended = [each for each in alike if each.target in (None, sender) and self._is_meant(each, stop)]
+        going_on = [each.key for each in self._source.live.values() if all(each is not other for other in ended)]
+        unchanged = [self._unchanged(key, stop) for key in going_on]
+
+        def check(sent: list[Message]) -> Broken:
+            if not _has(sent, Stopped, stop.key):
+                return TAKEN, f"not answered: {stop}"
+            for each in ended:
+                if self._source.live.get(each.key) is each and each.state is not SourceState.STOPPING:
+                    return TAKEN, f"{each.key} is still {each.state} after {stop}"
+            return next(filter(None, (each(sent) for each in unchanged)), None)
+
+        return check
+
+    def _on_target_beat(self, sender: Incarnation, beat: Heartbeat) -> Check:
+        """What the target waits for lives on, what another one has is not touched, and an end is notified again."""
+        others: list[Check] = []
+        over: list[HandoffKey] = []
+        renewed: list[SourceRecord] = []
+        ends = set(self._source.ends())
+        for key, grant in beat.live:
+            record = self._source.live.get(key)
+            if record is None:
+                is_over = (sender, key, grant) in ends and key.transfer_id not in self._declined
+                over += [key] if is_over else []
+            elif record.target not in (None, sender):
+                others.append(self._unchanged(key, beat))
+            elif record.state is not SourceState.STOPPING and grant in (0, record.grant_number):
+                renewed.append(record)
+        until = self._clock() - beat.step_age_s + self._limits.defer_timeout
+
+        def check(sent: list[Message]) -> Broken:
+            for key in over:
+                if not _has(sent, Over, key):
+                    return TAKEN, f"{key} is over here, and that is not sent again: {beat}"
+            for record in renewed:
+                if record.lease_until < until - _SMALL_S or record.target != sender:
+                    return TAKEN, f"{record.key}: the lease is not extended by {beat}"
+            return next(filter(None, (each(sent) for each in others)), None)
+
+        return check
+
+    # At a target.
+
+    def _on_source_beat(self, sender: Incarnation, beat: Heartbeat) -> Check:
+        others: list[Check] = []
+        over: list[HandoffKey] = []
+        renewed: list[TargetRecord] = []
+        now = self._clock()
+        for key, grant in beat.live:
+            record = self._target.live.get(key)
+            if record is not None and record.source == sender and grant == record.grant:
+                renewed += [record] if record.state in _RENEWED else []
+                continue
+            others += [] if record is None else [self._unchanged(key, beat)]
+            is_meant = record is not None and record.source == sender and not grant
+            end = vars(self._target)["_ended"].get((key, grant))
+            if grant and not is_meant and (end is None or now - end.at >= self._limits.retry):
+                over.append(key)
+        until = now - beat.step_age_s + self._limits.transfer_timeout
+
+        def check(sent: list[Message]) -> Broken:
+            for key in over:
+                if not _has(sent, Release, key) and not _has(sent, Stop, key):
+                    return TAKEN, f"{key} is over here, and that is not sent again: {beat}"
+            for record in renewed:
+                if record.give_up_at < until - _SMALL_S:
+                    return TAKEN, f"{record.key}: the deadline is not renewed by {beat}"
+            return next(filter(None, (each(sent) for each in others)), None)
+
+        return check
+
+    def _on_source_message(self, sender: Incarnation, message: SourceMessage) -> Check:
+        key = message.key
+        if key is None:
+            return _nothing
+        record = self._target.live.get(key)
+        if record is None or record.source != sender or not self._is_current(record, message):
+            return self._unchanged(key, message)
+        state, is_reading = record.state, record.executor is Executor.TARGET_READS
+        is_by_message = isinstance(message, AuxSent) and message.aux is None and record.aux_channel is AuxChannel.CONTROL
+
+        def check(sent: list[Message]) -> Broken:
+            is_live = self._target.live.get(key) is record
+            if not is_live or (record.state in _CLOSING and state not in _CLOSING):
+                return None
+            match message:
+                case Announced():
+                    is_taken = record.generation == message.generation and all(
+                        span.number in record.spans for span in message.spans
+                    )
+                case Prefilled():
+                    is_taken = record.generation == message.generation and record.span_count is not None
+                case AuxSent():
+                    has_aux = record.aux is not None or record.aux_pointer is not None
+                    is_taken = has_aux or is_by_message or _has(sent, Grant, key)
+                case Retracted():
+                    is_taken = record.generation >= message.generation
+                case Confirmed():
+                    is_taken = record.is_confirmed if not is_reading else state is not TargetState.CONFIRMING
+                case Refused():
+                    is_taken = record.grant != message.grant or record.peer_is_quiet
+                case Over() | Stopped():
+                    is_taken = record.peer_is_quiet or message.grant != record.grant or state not in _CLOSING
+            is_taken = is_taken or (state in _CLOSING and not isinstance(message, Refused | Over | Stopped))
+            return None if is_taken else (TAKEN, f"{state}: {message} has no effect")
+
+        return check
+
+    def _is_current(self, record: TargetRecord, message: SourceMessage) -> bool:
+        """Whether a message of the source is about the grant and the generation in hand, or a later generation."""
+        if not message.grant:
+            return isinstance(message, Over) and record.state in _UNANSWERED
+        if record.grant != message.grant:
+            return False
+        match message:
+            case Announced() | Prefilled() | Retracted():
+                return message.generation >= record.generation
+            case Confirmed():
+                return (record.generation, record.span_count) == (message.generation, message.span_count)
+            case Refused():
+                return not message.stale or message.sequence in (0, record.sequence)
+            case Stopped():
+                return record.state in _CLOSING
+            case _:
+                return True
