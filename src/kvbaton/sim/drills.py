@@ -374,12 +374,15 @@ def _target_first(rng: random.Random) -> Script:
 
 
 def _declined(rng: random.Random) -> Script:
-    """A target refuses one hand-off, or all of a request, before or after the source has its half. Notices may be lost."""
+    """A target refuses one hand-off, or all of a request, before or after the source has its half. Notices may be lost.
+
+    Another request, which the target has yet to get, goes on.
+    """
     delay_s = rng.choice((0.0, 0.0, 0.05, 0.5))
     is_whole = rng.random() < 0.6
     count = rng.randint(2, 4) if is_whole else rng.randint(1, 2)
     at_s = rng.choice((0.0, 0.3))
-    before = _request(rng, Mode.PUSH, tokens=2)
+    neighbour = _request(rng, Mode.PUSH, tokens=2, at_s=at_s, decode_delay_s=rng.choice((0.4, 0.6)))
     requests = tuple(
         _request(
             rng,
@@ -399,7 +402,7 @@ def _declined(rng: random.Random) -> Script:
     lost = msgspec.structs.replace(lost, other="p0" if lost.who == "d0" else "d0")
     return msgspec.structs.replace(
         script,
-        requests=(*((before,) if at_s else ()), *requests),
+        requests=(*requests, neighbour),
         faults=(refused, lost)[: rng.randint(1, 2)],
         step_s=0.02,
         router_cancels=0.0,
@@ -446,6 +449,7 @@ def _cancelled_and_tried_again(rng: random.Random) -> Script:
         rng,
         rng.choice(list(Mode)),
         retries=3,
+        retries_once=True,
         reuse_id=True,
         retry_after_s=rng.choice((0.02, 0.3)),
         decode_delay_s=rng.choice((0.0, 0.1)),

@@ -229,7 +229,7 @@ class SimRankLoop:
 class _SmallWindows(BoundedMap[Incarnation, GrantWindow]):
     """Windows of so few numbers that some run leaves them behind."""
 
-    def setdefault(self, key: Incarnation, default: GrantWindow) -> GrantWindow:  # type: ignore[override]
+    def setdefault(self, key: Incarnation, default: GrantWindow) -> GrantWindow:
         del default
         return super().setdefault(key, GrantWindow(_FEW_GRANTS, REACH))
 

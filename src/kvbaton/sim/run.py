@@ -162,6 +162,7 @@ class Run:
         self._attempts = 0
         self._key_of: dict[int, HandoffKey] = {}
         self._attempt_of: dict[int, int] = {}
+        self._retried: set[int] = set()
         self._uses: Counter[HandoffKey] = Counter()
         self._pending = sorted(script.faults, key=lambda fault: fault.at_event)
         self.is_disturbed = False
@@ -303,8 +304,8 @@ class Run:
         # One that crosses another attempt of its own key, which has yet to end or to reach an instance, shares its fate.
         request, attempt = client.script, self._attempt_of[prompt.number]
         is_crossed = max(request.decode_delay_s, request.prefill_delay_s) >= request.retry_after_s
-        is_crossed = is_crossed or attempt != client.attempts
-        if is_crossed or "live already" in reason or "request was cancelled" in reason:
+        is_crossed = is_crossed or client.is_over or attempt != client.attempts or not request.retries_once
+        if is_crossed or "live already" in reason or reason.startswith("the request was cancelled"):
             attempt = 0
         if not self._is_excused(client, attempt):
             reached = f"p{client.script.prefill} or d{client.script.decode}"
@@ -314,7 +315,8 @@ class Run:
         for side in self.prompts[prompt.number]:
             if side is not None and side is not by and self.world.random.random() < self.script.router_cancels:
                 self.world.after(0.001, side.process, partial(side.call_engine, partial(side.engine.cancel, prompt.key)))
-        if client.attempts <= client.script.retries:
+        if client.attempts <= client.script.retries and not (request.retries_once and prompt.number in self._retried):
+            self._retried.add(prompt.number)
             client.is_over = False
             self.world.after(client.script.retry_after_s, None, lambda: self._attempt(client))
 
@@ -526,6 +528,9 @@ class Run:
             since = now if stand is None or stand.place != place else stand.since
             stands[id(record)] = _LastMove(record, place, since)
             cap = limits.queue_timeout if record.state in (SourceState.QUEUED, TargetState.QUEUED) else limits.hold_cap
+            if record.state is SourceState.QUEUED and record.target is not None:
+                # Without its target, and then with one that queues itself.
+                cap += limits.hold_cap
             if now - since > cap * _HARD_END_SLACK[0] + _HARD_END_SLACK[1]:
                 self.world.violate("hard end", f"{name}: {record.key} has been {record.state} for {now - since:.1f} s")
             self._check_silent_peer(name, record, since)

@@ -98,6 +98,8 @@ class RequestScript(msgspec.Struct, frozen=True):
     """To which other target a router that is in doubt sends it, too, in push."""
     retries: int = 0
     retry_after_s: float = 0.05
+    retries_once: bool = False
+    """Whether its router tries again once, and not twice, when both sides report that an attempt has failed."""
     reuse_id: bool = False
     steal_id: int = -1
     """Whose transfer id to use instead of an own one."""

@@ -42,7 +42,6 @@ __all__ = [
     "check_offsets",
     "check_runs",
     "compile_c",
-    "compiled_library",
     "load_loops",
 ]
 
@@ -125,25 +124,28 @@ class Loops:
         numbers = (row, column, len(runs), most_bytes)
         return int(self._move_few(starts[0], sizes[0], starts[1], sizes[1], runs.ctypes.data, *numbers))
 
-    def sums(self, region: npt.NDArray[np.uint8], pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
-        """CRC-32 of parts of these pieces of `region`, as `RegionSummer.sums`; long ones without the interpreter's lock."""
+    def sums(self, start: int, region_bytes: int, pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
+        """CRC-32 of parts of these pieces of a region, as `RegionSummer.sums`; long ones without the interpreter's lock.
+
+        `start` is the region's address: to find that of an array takes as long as to sum 20 KiB.
+        """
         pieces = np.ascontiguousarray(pieces, np.int64)
         # Arrays of ctypes, not of NumPy: a span has one sum, and half of its time would be spent on making and finding those.
         parts, sums = (ctypes.c_int64 * len(ends))(*ends), (ctypes.c_uint32 * len(ends))()
-        start, size, table, count = region.ctypes.data, region.nbytes, pieces.ctypes.data, len(pieces)
+        table, count = pieces.ctypes.data, len(pieces)
         refused = _TOO_LONG
         if count <= MAX_SLICE_RUNS:
-            refused = self._sum_few(start, size, table, count, _QUICK_BYTES, parts, len(ends), value, sums)
+            refused = self._sum_few(start, region_bytes, table, count, _QUICK_BYTES, parts, len(ends), value, sums)
         if refused == _TOO_LONG:
-            refused = self._sum_pieces(start, size, table, count, _ANY_BYTES, parts, len(ends), value, sums)
+            refused = self._sum_pieces(start, region_bytes, table, count, _ANY_BYTES, parts, len(ends), value, sums)
         if refused:
-            _refuse_piece(pieces[-1 - refused], region.nbytes)
+            _refuse_piece(pieces[-1 - refused], region_bytes)
         return sums[:]
 
     def _sums_as_zlib(self) -> bool:
         region = (np.arange(_TRIAL_BYTES) * 167 >> 3).astype(np.uint8)
         pieces, ends = np.array([[0, _TRIAL_BYTES], [64, 192], [7, 64], [1, 63], [300, 201]]), (1, 3, 5)
-        return self.sums(region, pieces, ends, 1) == _sum_each(region, pieces, ends, 1)
+        return self.sums(region.ctypes.data, region.nbytes, pieces, ends, 1) == _sum_each(region, pieces, ends, 1)
 
 
 class CopyCrew:
@@ -174,22 +176,21 @@ class CopyCrew:
 def load_loops(directory: Path | None = None, compiler: str = "cc") -> Loops | None:
     """The loops, from `directory` (by default a cache of this user) or compiled into it; None, with the reason in the log."""
     try:
-        return Loops(compiled_library("loops", _CODE, directory, compiler))
+        return Loops(_library(directory or _cache(), compiler))
     except (OSError, AttributeError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home directory
         _log.info("no loops in C over runs (%s); install a C compiler to make short runs faster", error)
         return None
 
 
-def compiled_library(name: str, files: Sequence[Path], directory: Path | None = None, compiler: str = "cc") -> Path:
-    """The compiled file, which is named after what it was made from. Raises OSError, RuntimeError or SubprocessError."""
-    directory = directory or _cache()
-    code = b"".join(file.read_bytes() for file in files)
+def _library(directory: Path, compiler: str) -> Path:
+    """The compiled file, which is named after what it was made from."""
+    code = b"".join(file.read_bytes() for file in _CODE)
     digest = hashlib.blake2b(code + repr((_OPTIONS, platform.machine(), platform.libc_ver())).encode(), digest_size=8)
-    library = directory / f"{name}-{digest.hexdigest()}.so"
+    library = directory / f"loops-{digest.hexdigest()}.so"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_private(directory)
     if not library.exists():
-        compile_c(files, library, *_OPTIONS, compiler=compiler)
+        compile_c(_CODE, library, *_OPTIONS, compiler=compiler)
     return library
 
 
@@ -260,6 +261,7 @@ class RegionSummer:
 
     def __init__(self, region: memoryview, loops: Loops | None) -> None:
         self._region = np.frombuffer(region, np.uint8)
+        self._start = int(self._region.ctypes.data)
         self._loops = loops if loops is not None and loops.can_sum else None
 
     def sums(self, pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
@@ -268,7 +270,7 @@ class RegionSummer:
         Raises RangeError when a piece leaves the region.
         """
         if self._loops is not None:
-            return self._loops.sums(self._region, pieces, ends, value)
+            return self._loops.sums(self._start, self._region.nbytes, pieces, ends, value)
         return _sum_each(self._region, pieces, ends, value)
 
 

@@ -11,10 +11,6 @@ a second. No process is restarted for new files; connections that are open stay 
 (a certificate was replaced, its key not yet; one has expired) change nothing, are counted, and logged with the file's name.
 Each set of files is tried by a handshake with itself, in memory, before it is used: what a peer would refuse is refused here.
 
-The data of `tcp` has contexts of its own, which prefer AES with 128 bits (a fifth less work than with 256) and keep the secrets
-of each connection that they make, for `transport/tcp/records.py`. They go into memory of this process, by way of an anonymous
-file: the log of secrets is the only interface that the `ssl` module has for them.
-
 No session is resumed: a resumed one would skip the check of the certificates.
 
 Rejected: CURVE of ZeroMQ. Our control and discovery ports do not use libzmq (see `zmtp.py`), and pyzmq hands out none of the
@@ -23,22 +19,19 @@ primitives; nor could it cover HTTP and the data. TLS with the cluster key in pl
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import functools
 import logging
-import os
 import ssl
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from kvbaton.errors import ConfigError, ProtocolError
 
-__all__ = ["MOST_HANDSHAKE_BYTES", "TLS_FILES", "ClusterTls", "RecordLayer", "TlsError", "TlsSocket", "TlsStream"]
+__all__ = ["MOST_HANDSHAKE_BYTES", "TLS_FILES", "ClusterTls", "TlsError", "TlsSocket", "TlsStream"]
 __all__ += ["check_handshake_bytes", "cluster_tls", "tls_reason"]
 
 _log = logging.getLogger(__name__)
@@ -93,86 +86,16 @@ class _FollowingContext(ssl.SSLContext):
         return self._current().wrap_socket(*args, **kwargs)
 
 
-class _SecretLog:
-    """Secrets of connections while they are made: OpenSSL appends them to a file without a name, `collect` takes them out."""
-
-    def __init__(self) -> None:
-        self._fd = os.memfd_create("kvbaton", os.MFD_CLOEXEC)
-        self._process = os.getpid()
-        self._lock = threading.Lock()
-
-    def __del__(self) -> None:
-        os.close(self._fd)
-
-    def attach(self, context: ssl.SSLContext) -> None:
-        context.keylog_filename = f"/proc/self/fd/{self._fd}"
-
-    def collect(self, step: Callable[[], None], found: dict[str, dict[str, bytes]]) -> None:
-        """Make one step of a handshake, and add the secrets that it made to `found`, under the number of the connection."""
-        if os.getpid() != self._process:  # a copy of the process shares the file, and must not take what is not its own
-            step()
-            return
-        with self._lock:
-            os.ftruncate(self._fd, 0)
-            try:
-                step()
-            finally:  # a step that has to wait for the peer makes secrets, too
-                written = os.pread(self._fd, 1 << 16, 0)
-                os.ftruncate(self._fd, 0)
-                for line in written.decode().splitlines():
-                    label, *more = line.split()
-                    if label.endswith("_TRAFFIC_SECRET_0") and len(more) == 2:
-                        found.setdefault(more[0], {})[label] = bytes.fromhex(more[1])
-
-
-def _open_secret_log() -> _SecretLog | None:
-    return _SecretLog() if hasattr(os, "memfd_create") else None
-
-
-class RecordLayer(Protocol):
-    """What encrypts and decrypts a connection in place of OpenSSL's own records, once its handshake is over."""
-
-    def recv(self, most_bytes: int) -> bytes: ...
-
-    def send(self, data: Any) -> int: ...
-
-    def pending(self) -> int: ...
-
-
 class TlsSocket(ssl.SSLSocket):
     """A TLS socket that waits as a plain one does: BlockingIOError where it has to, if it does not block."""
 
-    records: RecordLayer | None = None
-    """Who handles its records from now on; None for OpenSSL."""
-
-    _found: dict[str, dict[str, bytes]]
-
     def do_handshake(self, block: bool = False) -> None:
-        log: _SecretLog | None = getattr(self.context, "secret_log", None)
         try:
-            if log is None:
-                super().do_handshake(block)
-            else:
-                self.__dict__.setdefault("_found", {})
-                log.collect(lambda: super(TlsSocket, self).do_handshake(block), self._found)
+            super().do_handshake(block)
         except _WAITS as error:
             raise BlockingIOError(errno.EAGAIN, "TLS waits") from error
 
-    def take_secrets(self) -> dict[str, bytes]:
-        """The secrets of this connection, once; none where it is not certain that they are its own."""
-        found = self.__dict__.pop("_found", {})
-        return next(iter(found.values())) if len(found) == 1 else {}
-
-    def close(self) -> None:
-        self.records = None  # it knows the number of the descriptor, which may be another connection's from now on
-        super().close()
-
-    def pending(self) -> int:
-        return super().pending() if self.records is None else self.records.pending()
-
     def recv(self, buflen: int = 1024, flags: int = 0) -> bytes:
-        if self.records is not None:
-            return self.records.recv(buflen)
         try:
             return super().recv(buflen, flags)
         except _WAITS as error:
@@ -185,8 +108,6 @@ class TlsSocket(ssl.SSLSocket):
             raise BlockingIOError(errno.EAGAIN, "TLS waits") from error
 
     def send(self, data: Any, flags: int = 0) -> int:
-        if self.records is not None:
-            return self.records.send(data)
         try:
             return super().send(data, flags)
         except _WAITS as error:
@@ -196,8 +117,7 @@ class TlsSocket(ssl.SSLSocket):
 class ClusterTls:
     """The certificates of a directory. Raises ConfigError, with the file, for what cannot be used.
 
-    `server` and `client` may be handed out once, and follow the files; `data_server` and `data_client` are those of `tcp` data.
-    `failed_loads_total` counts files that were not taken.
+    `server` and `client` may be handed out once, and follow the files. `failed_loads_total` counts files that were not taken.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -205,38 +125,22 @@ class ClusterTls:
         self._clock = clock
         self._lock = threading.Lock()
         self._stamp = _stamp(folder)
-        self._process, self._secret_log = os.getpid(), _open_secret_log()
-        self._loaded, self.valid_until = self._load()
+        self._server, self._client, self.valid_until = _load(folder)
         self._look_at = clock() + _LOOK_S
         self.failed_loads_total = 0
-        self.server, self.client, self.data_server, self.data_client = (
-            _FollowingContext(functools.partial(self._context, number)) for number in range(4)
-        )
+        self.server: ssl.SSLContext = _FollowingContext(lambda: self._contexts()[0])
+        self.client: ssl.SSLContext = _FollowingContext(lambda: self._contexts()[1])
 
     def __repr__(self) -> str:
         return f"ClusterTls({self.folder})"
 
-    def _load(self) -> tuple[list[ssl.SSLContext], str]:
-        """Contexts for servers and clients, and those for data, which keep secrets; and until when the certificate is valid."""
-        server, client, valid_until = _load(self.folder)
-        data = _load(self.folder)[:2]
-        for context in data:
-            _prefer_short_keys(context)
-            if self._secret_log is not None:
-                self._secret_log.attach(context)
-                context.secret_log = self._secret_log  # type: ignore[attr-defined]
-        return [server, client, *data], valid_until
-
-    def _context(self, number: int) -> ssl.SSLContext:
+    def _contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
         with self._lock:
             now = self._clock()
-            if os.getpid() != self._process:  # a copy by fork, which shares the log of the process that it was copied from
-                self._process, self._secret_log = os.getpid(), _open_secret_log()
-                self._stamp, self._look_at = (), now
             if now >= self._look_at:
                 self._look_at = now + _LOOK_S
                 self._follow()
-            return self._loaded[number]
+            return self._server, self._client
 
     def _follow(self) -> None:
         stamp = _stamp(self.folder)
@@ -244,7 +148,7 @@ class ClusterTls:
             return
         self._stamp = stamp
         try:
-            self._loaded, self.valid_until = self._load()
+            self._server, self._client, self.valid_until = _load(self.folder)
         except (ConfigError, OSError) as error:
             self.failed_loads_total += 1
             _log.error("the certificates stay as they were (valid until %s): %s", self.valid_until, error)
@@ -384,24 +288,6 @@ def _context(folder: Path, protocol: int) -> ssl.SSLContext:
         what = f"{certificate.name} and {key.name} are no certificate and its key ({reason})"
         raise ConfigError(f"tls_dir {folder}: {what}; {_FOLLOW}") from error
     return context
-
-
-_SHORT_FIRST = b"TLS_AES_128_GCM_SHA256:TLS_AES_256_GCM_SHA384:TLS_CHACHA20_POLY1305_SHA256"
-
-
-def _prefer_short_keys(context: ssl.SSLContext) -> None:
-    """Put AES with 128 bits first, where that is possible; without it, the connection has OpenSSL's own order."""
-    # Python before 3.15 has no call for the suites of TLS 1.3; OpenSSL's pointer is the first field of its object since 3.2.
-    if sys.implementation.name != "cpython" or sys.version_info >= (3, 15):
-        return
-    try:
-        import _ssl
-
-        choose = ctypes.CDLL(_ssl.__file__).SSL_CTX_set_ciphersuites
-    except (ImportError, OSError, AttributeError):  # OpenSSL is inside the interpreter, and not to be reached
-        return
-    choose.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
-    choose(ctypes.c_void_p.from_address(id(context) + object.__basicsize__).value, _SHORT_FIRST)
 
 
 def _try_out(server: ssl.SSLContext, client: ssl.SSLContext) -> str:

@@ -10,6 +10,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -229,9 +230,13 @@ def test_a_flood_of_handshakes_has_a_fifth_of_the_thread_while_a_reader_needs_it
         for _ in range(20):
             assert read(target).error == ""
         assert times.steps - before == 3
+
+        def have_served(steps: int) -> bool:
+            return times.steps - before >= steps
+
         for number in range(1, 9):  # less than the five seconds that each has for its handshake
             times.passed_s += 0.5
-            wait_until(lambda served=3 + 2 * number: times.steps - before >= served, "the next ones are served")
+            wait_until(partial(have_served, 3 + 2 * number), "the next ones are served")
             assert read(target).error == ""
             assert times.steps - before <= 3 + 3 * number
 

@@ -40,7 +40,6 @@ from kvbaton.transport.base import Region, Runs, TransportSettings
 from kvbaton.transport.queued import IDLE_S
 from kvbaton.transport.runs import check_offsets
 from kvbaton.transport.tcp import wire
-from kvbaton.transport.tcp.records import take_over
 from kvbaton.transport.tcp.sockets import TlsCalls, VectorCalls, Vectors, tune
 from kvbaton.transport.wakeup import Wakeup
 from kvbaton.wire.metering import ThreadShare
@@ -107,7 +106,6 @@ class _Reader:
             # Before OpenSSL takes them: it reads what a message of a handshake announces, up to 128 KiB.
             check_handshake_bytes(_received_bytes(self.sock))
             self.sock.do_handshake()
-            take_over(self.sock)
             self.phase = _ReaderPhase.HELLO
             return True
         data = self.sock.recv(self._wanted - len(self._inbox))
@@ -327,7 +325,7 @@ class RegionServer:
         tune(sock)
         if self._tls is not None:
             try:
-                sock = self._tls.data_server.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+                sock = self._tls.server.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
             except OSError as error:  # also SSLError: the peer has closed, or reset, the connection before it was taken
                 sock.close()
                 self._refuse(address, str(error))

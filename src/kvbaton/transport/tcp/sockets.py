@@ -1,7 +1,6 @@
 """How both ends of a tcp connection use their sockets: set up alike, and with pieces of memory that are sent or filled in
-order, up to a thousand per system call, with no object for each. Over TLS `records.py` does that; without it, it is one record
-of 16 KiB per call of OpenSSL, which encrypts from, and decrypts into, the memory itself where a piece holds a few; smaller
-pieces pass through a buffer.
+order, up to a thousand per system call, with no object for each. Over TLS it is one record of 16 KiB per call of OpenSSL, which
+encrypts from, and decrypts into, the memory itself where a piece holds a few; smaller pieces pass through a buffer.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from typing import cast
 import numpy as np
 
 from kvbaton.transport.base import Runs
-from kvbaton.transport.tcp.records import AesRecords
-from kvbaton.wire.tls import TlsSocket
 
 __all__ = ["TlsCalls", "VectorCalls", "Vectors", "tune"]
 
@@ -28,7 +25,6 @@ _RECORD_BYTES = 16 << 10
 _ROOM_BYTES = 16 * _RECORD_BYTES
 _DIRECT_BYTES = 4 * _RECORD_BYTES
 _TLS_TURN_BYTES = 1 << 20
-_RECORDS_TURN_BYTES = 4 << 20
 _WRITABLE = 0x200
 _FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
@@ -151,11 +147,7 @@ class TlsCalls(VectorCalls):
 
     def send(self, sock: socket.socket, vectors: Vectors) -> int:
         """Send as much as the socket takes now, within a turn; the errors are those of a plain socket, or SSLError."""
-        assert isinstance(sock, TlsSocket)  # noqa: S101
-        if isinstance(sock.records, AesRecords):
-            moved = sock.records.send_pieces(*vectors.head(), _RECORDS_TURN_BYTES)
-            vectors.advance(moved)
-            return moved
+        assert isinstance(sock, ssl.SSLSocket)  # noqa: S101
         moved, is_blocked = 0, False
         while vectors.remaining_bytes and moved < _TLS_TURN_BYTES and not is_blocked:
             address, size = vectors.first()
@@ -170,11 +162,7 @@ class TlsCalls(VectorCalls):
 
     def receive(self, sock: socket.socket, vectors: Vectors) -> int:
         """Fill as much as has come, within a turn; 0 when the other end has closed."""
-        assert isinstance(sock, TlsSocket)  # noqa: S101
-        if isinstance(sock.records, AesRecords):
-            moved = sock.records.receive_pieces(*vectors.head(), _RECORDS_TURN_BYTES)
-            vectors.advance(moved)
-            return moved
+        assert isinstance(sock, ssl.SSLSocket)  # noqa: S101
 
         def read(part: memoryview) -> int:
             # Given a buffer, it returns the number of bytes, which its declaration does not show.

@@ -31,7 +31,6 @@ from kvbaton.errors import PeerError, PeerLost, PeerRefused, ProtocolError, Tran
 from kvbaton.transport.base import Endpoint, PeerRank, Region, RegionStaging, Runs, TransportSettings
 from kvbaton.transport.queued import IDLE_S, REVOKED, BatchJob, Ledger, Mover, QueuedTransport, detail
 from kvbaton.transport.tcp import wire
-from kvbaton.transport.tcp.records import take_over
 from kvbaton.transport.tcp.server import RegionServer
 from kvbaton.transport.tcp.sockets import TlsCalls, VectorCalls, Vectors, tune
 from kvbaton.wire.tls import ClusterTls, TlsSocket, tls_reason
@@ -198,7 +197,7 @@ class TcpLink:
             if self._tls is None:
                 self.state = LinkState.HELLO
             else:
-                self.sock = self._tls.data_client.wrap_socket(self.sock, do_handshake_on_connect=False)
+                self.sock = self._tls.client.wrap_socket(self.sock, do_handshake_on_connect=False)
                 self.state = LinkState.TLS
                 self._encrypt()
         if self._outbox:
@@ -208,7 +207,6 @@ class TcpLink:
         """Go on with the handshake of TLS. Raises BlockingIOError while it is not over, SSLError when it fails."""
         assert isinstance(self.sock, TlsSocket)  # noqa: S101
         self.sock.do_handshake()
-        take_over(self.sock)
         self.state = LinkState.HELLO
 
     def _has_more(self) -> bool:
