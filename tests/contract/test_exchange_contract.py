@@ -313,6 +313,35 @@ def test_shared_memory_is_copied_where_it_is_mapped(
     assert _poll(lambda: _mapped_files() == before), "the end of the peer's process ends it"
 
 
+class _BusyCopy:
+    """Keeps a helper for as long as a test likes."""
+
+    def __init__(self) -> None:
+        self.is_over = threading.Event()
+
+    def copy(self, _: object) -> None:
+        self.is_over.wait(_LIMIT_S)
+
+
+def test_helpers_that_do_not_run_are_not_waited_for() -> None:
+    size = 4 << 20
+    one, other = (load(transport_entry("local").exchange)(name, TransportSettings()) for name in ("one", "other"))
+    source, target = _random(size), np.zeros(size, np.uint8)
+    remote, own = one.register(source.ctypes.data, size), other.register(target.ctypes.data, size)
+    busy, helpers = _BusyCopy(), other._state.helpers
+    blocked = [helpers.submit(busy, _runs()) for _ in range(helpers.parts - 1)]
+    try:
+        transfer = other.connect(one.endpoint()).post(TransferRequest(_READ, own, remote, _runs((0, 0, size))))
+        assert transfer.wait(_LIMIT_S)
+        assert transfer.error == ""
+        assert np.array_equal(source, target)
+        assert not any(each.done() for each in blocked)
+    finally:
+        busy.is_over.set()
+        other.close()
+        one.close()
+
+
 def test_a_file_that_can_shrink_is_no_shared_memory() -> None:
     fd = os.memfd_create("kvbaton-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 1 << 16)

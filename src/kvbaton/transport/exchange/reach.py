@@ -140,7 +140,8 @@ class ReadableProcess:
         if total < _WORTH_SPLITTING_BYTES or parts == 1:
             copy.copy(runs)
             return total
-        cursor, others = RunCursor(runs), []
+        cursor = RunCursor(runs)
+        others: list[tuple[Future[None], Runs]] = []
         part_bytes = -(-total // parts)
         mine = cursor.peek(part_bytes, len(runs) + 1)
         cursor.advance(int(mine[:, 2].sum()))
@@ -148,11 +149,16 @@ class ReadableProcess:
             while cursor.remaining_bytes:
                 part = cursor.peek(part_bytes, len(runs) + 1)
                 cursor.advance(int(part[:, 2].sum()))
-                others.append(self._helpers.submit(copy, part))
+                others.append((self._helpers.submit(copy, part), part))
             copy.copy(mine)
+            for other, part in reversed(others):
+                # On a busy machine a helper may not run for milliseconds, in which this thread has copied its part as well.
+                if other.cancel():
+                    copy.copy(part)
         finally:
             # Whatever happened here: nothing may touch the target after this returns.
-            problems = [problem for other in others if (problem := other.exception()) is not None]
+            ends = [other.exception() for other, _ in others if not other.cancelled()]
+            problems = [problem for problem in ends if problem is not None]
         if problems:
             raise problems[0]
         return total
