@@ -78,7 +78,8 @@ class Limits:
     retry
         seconds after which an unanswered message is sent again.
     queue_timeout
-        seconds for which a hand-off may wait in its own side's queue, a source for a grant or a target for memory.
+        seconds for which a hand-off may wait in its own side's queue, a source for a sign of its target, or a target for
+        memory.
     """
 
     transfer_timeout: float = 30.0

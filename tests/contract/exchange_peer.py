@@ -8,7 +8,7 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ import msgspec
 import numpy as np
 
 from kvbaton.core.card import Endpoint
-from kvbaton.transport.base import TransportSettings
-from kvbaton.transport.exchange.base import MemoryHandle
+from kvbaton.transport.base import Direction, TransportSettings
+from kvbaton.transport.exchange.base import MemoryHandle, TransferRequest
+from kvbaton.transport.shared_memory import SharedMemory
 from kvbaton.transport.table import load, transport_entry
 
 __all__ = ["ExchangePeer", "exchange_peer"]
@@ -43,9 +44,9 @@ class ExchangePeer:
             raise TimeoutError(command)
         return json.loads(self.process.stdout.readline())
 
-    def register(self, size: int, value: int = 0) -> MemoryHandle:
+    def register(self, size: int, value: int = 0, *, is_shared: bool = False) -> MemoryHandle:
         """A new memory of `size` bytes, all `value`."""
-        return msgspec.convert(self.ask("register", size=size, value=value), MemoryHandle)
+        return msgspec.convert(self.ask("register", size=size, value=value, is_shared=is_shared), MemoryHandle)
 
     def content(self, slot: int) -> bytes:
         """What the memory that was registered in `slot` holds now, withdrawn or not."""
@@ -53,9 +54,9 @@ class ExchangePeer:
 
 
 @contextlib.contextmanager
-def exchange_peer(transport: str, port: int = 0) -> Iterator[ExchangePeer]:
-    """Start one; it is killed at the end."""
-    command = [sys.executable, str(Path(__file__)), transport, str(port)]
+def exchange_peer(transport: str, port: int = 0, host: str = "127.0.0.1", prefix: Sequence[str] = ()) -> Iterator[ExchangePeer]:
+    """Start one, with `prefix` before its command line; it is killed at the end."""
+    command = [*prefix, sys.executable, str(Path(__file__)), transport, str(port), host]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         yield ExchangePeer(process)
@@ -68,8 +69,8 @@ def exchange_peer(transport: str, port: int = 0) -> Iterator[ExchangePeer]:
         process.stdout.close()
 
 
-def _main(transport: str, port: int) -> None:
-    exchange = load(transport_entry(transport).exchange)("peer", TransportSettings(port=port))
+def _main(transport: str, port: int, host: str) -> None:
+    exchange = load(transport_entry(transport).exchange)("peer", TransportSettings(host=host, port=port))
     memories: dict[int, Any] = {}
     handles: dict[int, MemoryHandle] = {}
     for line in sys.stdin:
@@ -79,10 +80,16 @@ def _main(transport: str, port: int) -> None:
             case "endpoint":
                 answer = msgspec.to_builtins(exchange.endpoint())
             case "register":
-                array = np.full(request["size"], request["value"], np.uint8)
+                array = SharedMemory(request["size"]).array if request["is_shared"] else np.empty(request["size"], np.uint8)
+                array[:] = request["value"]
                 handle = exchange.register(array.ctypes.data, array.nbytes)
                 memories[handle.slot], handles[handle.slot] = array, handle
                 answer = msgspec.to_builtins(handle)
+            case "write":
+                to, runs = msgspec.convert(request["to"], MemoryHandle), np.array(request["runs"], np.uint64)
+                link = exchange.connect(msgspec.convert(request["endpoint"], Endpoint))
+                transfer = link.post(TransferRequest(Direction.WRITE, handles[request["slot"]], to, runs))
+                answer = transfer.error if transfer.wait(_ANSWER_S) else "not over"
             case "withdraw":
                 exchange.withdraw(handles[request["slot"]])
             case "fill":
@@ -99,4 +106,4 @@ def _main(transport: str, port: int) -> None:
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], int(sys.argv[2]))
+    _main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

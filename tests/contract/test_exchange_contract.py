@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import gc
 import mmap
 import os
@@ -26,11 +27,14 @@ from kvbaton.transport.exchange.base import MemoryHandle, TransferRequest
 from kvbaton.transport.exchange.memories import MemoryTable, NoticeTable
 from kvbaton.transport.exchange.service import MemoryExchange
 from kvbaton.transport.exchange.wire import CALL_BYTES, CallKind, MemoryCall, pack_call
+from kvbaton.transport.runs import load_loops
+from kvbaton.transport.shared_memory import SharedPlace, shared_place
 from kvbaton.transport.table import load, transport_entries, transport_entry
 
 _KINDS = [entry.name for entry in transport_entries() if entry.exchange]
 _READ, _WRITE = Direction.READ, Direction.WRITE
 _LIMIT_S = 30.0
+_HAS_LOOPS = load_loops() is not None
 
 
 @pytest.fixture(params=_KINDS)
@@ -228,14 +232,26 @@ def test_memory_that_the_processor_cannot_read_is_refused(open_exchange: Callabl
     exchange.withdraw(exchange.register(address, page))
 
 
-class ForgetfulTable(MemoryTable):
-    """The mistake that the next test must find: a slice is begun in a memory that was withdrawn."""
+class HeldTable(MemoryTable):
+    """Holds a write up before its second slice, until `go` is set.
 
-    def __init__(self) -> None:
+    With `forgets` it makes the mistake that the next test must find: a slice is begun in a memory that was withdrawn.
+    """
+
+    def __init__(self, forgets: bool) -> None:
         super().__init__(10.0)
+        self.forgets = forgets
+        self.slices = 0
+        self.is_held, self.go = threading.Event(), threading.Event()
         self.last: dict[int, tuple[int, int]] = {}
 
     def pin(self, slot: int, stamp: int) -> tuple[int, int]:
+        self.slices += 1
+        if self.slices == 2:
+            self.is_held.set()
+            self.go.wait(_LIMIT_S)
+        if not self.forgets:
+            return super().pin(slot, stamp)
         try:
             self.last[slot] = super().pin(slot, stamp)
         except RangeError:
@@ -247,20 +263,66 @@ class ForgetfulTable(MemoryTable):
 def test_no_byte_changes_after_a_withdrawal(kind: str, open_exchange: Callable[..., MemoryExchange], forgets: bool) -> None:
     """A write of many slices is under way when the target is withdrawn; what it holds from then on is a pattern of its own."""
     owner, writer = open_exchange("owner"), open_exchange("writer")
-    if forgets:
-        owner._state.table = ForgetfulTable()
+    table = owner._state.table = HeldTable(forgets)
     owner._state.slice_bytes = 1 << 16
-    size = 64 << 20
+    size = 4 << 20
     target, source = np.zeros(size, np.uint8), np.ones(size, np.uint8)
     handle, own = owner.register(target.ctypes.data, size), writer.register(source.ctypes.data, size)
     transfer = writer.connect(owner.endpoint()).post(TransferRequest(_WRITE, own, handle, _runs((0, 0, size))))
-    assert _poll(lambda: bool(target[0]))
+    assert table.is_held.wait(_LIMIT_S)
     owner.withdraw(handle)
-    # The end is written last. Filling all of the memory takes as long as the rest of the write, and the control would miss it.
-    end = target[-(1 << 20) :]
-    end[:] = 5
+    target[:] = 5
+    table.go.set()
     assert transfer.wait(_LIMIT_S)
-    assert ((end == 5).all(), bool(transfer.error)) == ((False, False) if forgets else (True, True))
+    assert ((target == 5).all(), bool(transfer.error)) == ((False, False) if forgets else (True, True))
+
+
+def _mapped_files() -> int:
+    """How many anonymous files of others this process has mapped."""
+    return Path("/proc/self/maps").read_text().count("r--s 00000000") if _HAS_LOOPS else 0
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["private", "shared"])
+@pytest.mark.parametrize("direction", [_READ, _WRITE])
+def test_shared_memory_is_copied_where_it_is_mapped(
+    kind: str, open_exchange: Callable[..., MemoryExchange], direction: Direction, is_shared: bool
+) -> None:
+    """Memory that lies inside a shared file; the copying side is this process, which maps the file where that is possible."""
+    size, before = 4 << 20, _mapped_files()
+    here = open_exchange()
+    with exchange_peer(kind) as peer:
+        memory = _random(size)
+        own, remote = here.register(memory.ctypes.data, size), peer.register(size, 3, is_shared=is_shared)
+        link = here.connect(peer.endpoint)
+        runs = _runs(*((at, size - at - 4096, 4096) for at in range(0, size, 8192)))
+        if direction is _WRITE:
+            places = {"endpoint": msgspec.to_builtins(here.endpoint()), "to": msgspec.to_builtins(own)}
+            assert peer.ask("write", slot=remote.slot, runs=runs.tolist(), **places) == ""
+        else:
+            transfer = link.post(TransferRequest(_READ, own, remote, runs))
+            assert transfer.wait(_LIMIT_S)
+            assert transfer.error == ""
+        blocks = memory.reshape(-1, 4096)
+        assert (blocks[1::2] == 3).all()
+        assert np.array_equal(blocks[::2], _random(size).reshape(-1, 4096)[::2])
+        assert _mapped_files() - before == (is_shared and kind == "local" and _HAS_LOOPS)
+        peer.ask("withdraw", slot=remote.slot)
+        if direction is _READ:
+            assert link.post(TransferRequest(_READ, own, remote, runs)).wait(_LIMIT_S)
+            assert _mapped_files() == before, "what was withdrawn is not kept"
+    assert _poll(lambda: _mapped_files() == before), "the end of the peer's process ends it"
+
+
+def test_a_file_that_can_shrink_is_no_shared_memory() -> None:
+    fd = os.memfd_create("kvbaton-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 1 << 16)
+    mapping = mmap.mmap(fd, 1 << 16)
+    address = np.frombuffer(mapping, np.uint8).ctypes.data
+    assert shared_place(address, 1 << 16) is None
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    assert shared_place(address + 4096, 4096) == SharedPlace(fd, os.fstat(fd).st_ino, 4096)
+    assert shared_place(address + 4096, 1 << 16) is None, "it ends outside the file"
+    os.close(fd)
 
 
 def test_a_withdrawal_waits_for_a_slice_and_no_longer() -> None:

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
-from test_exchange_contract import ForgetfulTable
+from test_exchange_contract import HeldTable
 
 from gpu_memories import GPU, MAIN, STAND_IN, PlacedMemory, SharedDriver, place, use_stand_in, why_not_here
 from gpu_stand_in import HostCopier
@@ -87,18 +87,16 @@ def _poll(condition: Callable[[], bool]) -> bool:
 def test_no_byte_changes_after_a_withdrawal(kind: str, open_exchange: Callable[[str], MemoryExchange], forgets: bool) -> None:
     """A write of many slices is under way when the target is withdrawn; what it holds from then on is a pattern of its own."""
     owner, writer = open_exchange("owner"), open_exchange("writer")
-    if forgets:
-        owner._state.table = ForgetfulTable()
+    table = owner._state.table = HeldTable(forgets)
     owner._state.slice_bytes = 1 << 12
-    size = 16 << 20
+    size = 1 << 20
     target, source = _Side(owner, kind, 0, size), _Side(writer, kind, 1, size)
     request = TransferRequest(_WRITE, source.handle, target.handle, _runs((0, 0, size)))
     transfer = writer.connect(owner.endpoint()).post(request)
-    pinned = owner._state.table._pins
-    assert _poll(lambda: bool(pinned[target.handle.slot]) or transfer.is_over)
-    assert not transfer.is_over
+    assert table.is_held.wait(_LIMIT_S)
     owner.withdraw(target.handle)
     target.memory.fill(5)
+    table.go.set()
     assert transfer.wait(_LIMIT_S)
     kept = bool((target.memory.array == 5).all())
     assert (kept, bool(transfer.error)) == ((False, False) if forgets else (True, True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -246,10 +246,9 @@ class TestDoubledReports:
     @every_flow
     def test_counting_reports_instead_of_ranks_would_be_seen(self, flow: Flow) -> None:
         class CountingTarget(TargetSide):
-            def count_moved(self, record: TargetRecord, report: SpanMoved) -> None:
-                del report
+            def count_moved(self, record: TargetRecord, reports: Sequence[SpanMoved]) -> None:
                 number = sum(len(moved) for moved in record.moved.values())
-                record.moved.setdefault(0, set()).add(number)
+                record.moved.setdefault(0, set()).update(range(number, number + len(reports)))
 
             def is_complete(self, record: TargetRecord) -> bool:
                 wanted = (record.span_count or 0) * len(self._card.ranks)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import NamedTuple, TypeVar, assert_never
 
 from kvbaton.agent.card_requests import is_answer_after
@@ -235,6 +235,9 @@ class Coordinator:
         if side is not Side.SOURCE:
             self.target.cancel(key, "the request was cancelled")
 
+    def refuse(self, key: HandoffKey, reason: str) -> None:
+        self.source.refuse(key, reason)
+
     def stop(self, reason: str) -> None:
         """Cancel every hand-off and notify the peers, so that none of them has to wait for a deadline."""
         for side in (self.source, self.target):
@@ -272,28 +275,29 @@ class Coordinator:
         return envelope.recipient in ("", self.card.incarnation)
 
     def _on_handoff_message(self, sender: Incarnation, message: HandoffMessage) -> None:
+        # Every case before the right one costs: first what each hand-off has, in the order in which a side gets it.
         match message:
+            case Announced():
+                self.target.on_announced(sender, message)
             case Grant():
                 card = self._peers.card(sender)
                 timeout = math.inf if card is None else card.transfer_timeout
                 self._shortest_timeout = min(self._shortest_timeout, timeout)
                 self.source.on_grant(sender, message)
-            case ConfirmAsk():
-                self.source.on_confirm_ask(sender, message)
-            case Release():
-                self.source.on_release(sender, message)
-            case Stop():
-                self.source.on_stop(sender, message)
-            case Announced():
-                self.target.on_announced(sender, message)
             case Prefilled():
                 self.target.on_prefilled(sender, message)
+            case ConfirmAsk():
+                self.source.on_confirm_ask(sender, message)
             case AuxSent():
                 self.target.on_aux(sender, message)
-            case Retracted():
-                self.target.on_retracted(sender, message)
+            case Release():
+                self.source.on_release(sender, message)
             case Confirmed():
                 self.target.on_confirmed(sender, message)
+            case Stop():
+                self.source.on_stop(sender, message)
+            case Retracted():
+                self.target.on_retracted(sender, message)
             case Over():
                 self.target.on_over(sender, message)
             case Stopped():
@@ -310,9 +314,9 @@ class Coordinator:
         report = reports.popleft()
         if isinstance(report, SpanSummed):
             side = self.source if report.side is Side.SOURCE else self.target
-            side.on_summed_spans([report, *_take_alike(report, reports)])
+            side.on_summed_spans(_take_alike(report, reports))
         elif isinstance(report, SpanMoved) and not self.source.owns_copy(report.copy):
-            self.target.on_moved([report, *_take_alike(report, reports)])
+            self.target.on_moved(_take_alike(report, reports))
         else:
             self.on_rank(report)
 
@@ -476,13 +480,14 @@ class Coordinator:
         self.target.on_peer_gone(incarnation, reason)
 
 
-def _take_alike(report: SpanReport, reports: deque[RankReport]) -> Iterator[SpanReport]:
-    """Take from a queue what follows of the same kind, about the same copy on the same rank."""
-    kind, copy, rank = type(report), report.copy, report.rank
+def _take_alike(report: SpanReport, reports: deque[RankReport]) -> list[SpanReport]:
+    """This report, and what follows it in a queue of the same kind, about the same copy on the same rank, taken from there."""
+    kind, copy, rank, alike = type(report), report.copy, report.rank, [report]
     while reports and isinstance(following := reports[0], kind) and following.rank == rank:
         if following.copy is not copy and following.copy != copy:
-            return
+            break
         if isinstance(following, SpanSummed) and isinstance(report, SpanSummed) and following.side is not report.side:
-            return
+            break
         reports.popleft()
-        yield following
+        alike.append(following)
+    return alike

@@ -143,6 +143,9 @@ class Driver(HandoffPort):
     def decline(self, request: SourceRequest, reason: str) -> None:
         self._submit(partial(self._coordinator.decline, request, reason))
 
+    def refuse(self, key: HandoffKey, reason: str) -> None:
+        self._submit(partial(self._coordinator.refuse, key, reason))
+
     def cancel(self, key: HandoffKey, side: Side | None = None) -> None:
         self._submit(partial(self._coordinator.cancel, key, side))
 

@@ -184,6 +184,9 @@ class HandoffPort(Protocol):
     def decline(self, request: SourceRequest, reason: str) -> None:
         """A request for this hand-off was refused before admission: release its source at once. No event follows."""
 
+    def refuse(self, key: HandoffKey, reason: str) -> None:
+        """A prefill for a hand-off was refused before admission: its target must not wait for it. No event follows."""
+
     def cancel(self, key: HandoffKey, side: Side | None = None) -> None:
         """Cancel a hand-off, on `side` or on whichever side it is; unknown keys are ignored. The usual event still follows."""
 

@@ -22,7 +22,8 @@ do that here, and only here: the target counts no byte that this side does not c
 confirms nothing. A heartbeat vouches for the target's engine, not for the thread that sends it: it states how long ago that
 engine took its last step, and silence is counted from then. A grant that is repeated extends nothing: agents repeat it while
 their engine hangs, or while one rank of theirs stands still and the engine waits for it. There is no lease while a request is
-QUEUED: it has no grant, and computes at the engine's own pace, within `queue_timeout`.
+QUEUED: it has no grant, and computes at the engine's own pace, within `queue_timeout`. The first heartbeat of its target ends
+that wait: then the target is what queues, for memory, within a `queue_timeout` of its own, and only the cap counts here.
 
 **The cap.** Messages of the target renew the lease; they cannot renew it for ever. A hand-off that gets no further than it was
 for `Limits.hold_cap` ends although its target is alive and its engine works: one of the two engines may have lost the request.
@@ -224,6 +225,8 @@ class SourceSide:
         self._windows = GrantWindows()
         self._ended: BoundedMap[tuple[Incarnation | None, HandoffKey, int], Over] = BoundedMap(_MAX_ENDS)
         self._declined = DeclinedRequests()
+        self._refused_here: BoundedMap[HandoffKey, tuple[str, float]] = BoundedMap(_MAX_PARKED)
+        """Requests that the engine has refused before their grant came: the reason, and until when one grant is refused too."""
         self._timers = Timers(limits, clock, lambda key, now: self._look_at(self.live[key], now))
         self.aux_slots = AuxSlots(aux_area)
         self._generation = 0
@@ -440,6 +443,7 @@ class SourceSide:
         if problem := key_problem(key):
             self._engine(SourceEnded(key, Outcome.FAILED, problem))
             return
+        self._refused_here.pop(key, None)
         record = self.live.get(key)
         if record is not None and record.state is SourceState.PARKED and not self.is_same_prompt(record, prompt):
             self._end_by(record, SourceEvent.ABORTED, Outcome.FAILED, "the source has another prompt of that transfer id")
@@ -505,6 +509,18 @@ class SourceSide:
         if (record := self.live.get(key)) is not None:
             self._end_by(record, SourceEvent.ABORTED, Outcome.CANCELLED, reason)
 
+    def refuse(self, key: HandoffKey, reason: str) -> None:
+        """The engine has refused a request before admission: a target that has granted blocks, or will, need not wait.
+
+        The two requests are sent at the same time, so the grant mostly comes later. One is refused, and not for ever: a key
+        may be used again.
+        """
+        record = self.live.get(key)
+        if record is None:
+            self._refused_here[key] = reason, self._clock() + self._limits.defer_timeout
+        elif record.state is SourceState.PARKED:
+            self._end_by(record, SourceEvent.ABORTED, Outcome.FAILED, reason)
+
     # Messages of the target.
 
     def on_grant(self, sender: Incarnation, grant: Grant) -> None:
@@ -520,7 +536,11 @@ class SourceSide:
             else:
                 self._refuse_stale(sender, grant)
         elif record is None:
+            reason, until = self._refused_here.pop(grant.key, ("", 0.0))
             self._park(sender, grant)
+            if self._clock() < until and (parked := self.live.get(grant.key)) is not None:
+                # Ended like any other, so that the same grant gets the same answer again if this one is lost.
+                self._end_by(parked, SourceEvent.ABORTED, Outcome.FAILED, reason)
         elif not self.is_same_prompt(record, grant.prompt):
             self._refuse(sender, grant, "the source has another prompt of that transfer id")
             if record.grant is None and record.target == sender:
@@ -640,6 +660,7 @@ class SourceSide:
             record = self.live.get(key)
             if record is not None and record.target in (None, sender) and self._is_about(record, grant):
                 record.target = sender
+                self.renew_cap(record)
                 self.step(record, SourceEvent.PEER_ALIVE)
                 self.extend_lease(record, heartbeat.step_age_s)
             elif record is None and self._declined.withdraw(key):
@@ -739,8 +760,10 @@ class SourceSide:
         return record.capped_at if record.state is SourceState.QUEUED else min(record.lease_until, record.capped_at)
 
     def _why_late(self, record: SourceRecord, now: float) -> str:
-        if record.state is SourceState.QUEUED:
+        if record.state is SourceState.QUEUED and record.target is None:
             return f"queued for {self._limits.queue_timeout:g} s (queue_timeout), and no target has granted it"
+        if record.state is SourceState.QUEUED:
+            return f"the target has granted nothing for {self._limits.hold_cap:g} s since its first heartbeat"
         if record.lease_until <= now:
             return f"no message from the target for {self._limits.defer_timeout:g} s while {record.state}"
         return f"no further for {self._limits.hold_cap:g} s while {record.state}, although the target is alive"
@@ -748,14 +771,16 @@ class SourceSide:
     def renew_cap(self, record: SourceRecord) -> None:
         """Count the time that messages of the target can gain from now, if the hand-off has got further than ever before.
 
-        What is computed in the queue does not count there: what is waited for is the target.
+        What is computed in the queue does not count there: what is waited for is the target. That it is there counts once: it
+        may queue for memory then, and ends before us where it has the same limits.
         """
         stage = _STAGES.get(record.state, -1)
-        is_queued = record.state is SourceState.QUEUED
-        done = 0 if is_queued else len(record.spans) + sum(map(len, record.moved.values())) + len(record.sums)
+        is_queued, has_target = record.state is SourceState.QUEUED, record.target is not None
+        done = has_target if is_queued else len(record.spans) + sum(map(len, record.moved.values())) + len(record.sums)
         if (stage, done) > record.furthest:
+            is_alone = is_queued and not has_target
             record.furthest = (stage, done)
-            record.capped_at = self._clock() + (self._limits.queue_timeout if is_queued else self._limits.hold_cap)
+            record.capped_at = self._clock() + (self._limits.queue_timeout if is_alone else self._limits.hold_cap)
 
     # Checks: pure questions about the counts of a record.
 
@@ -826,7 +851,8 @@ class SourceSide:
             self._watch(record)
 
     def _refuse(self, sender: Incarnation, grant: Grant, reason: str) -> None:
-        self._control.send(sender, Refused(reason=f"hand-off {grant.key}: {reason}", key=grant.key, grant=grant.grant))
+        text = f"hand-off {grant.key}: {reason}"[:MAX_REASON]
+        self._control.send(sender, Refused(reason=text, key=grant.key, grant=grant.grant))
 
     def _refuse_stale(self, sender: Incarnation, grant: Grant) -> None:
         """Refuse a number in such a way that the target can go on from one that counts."""

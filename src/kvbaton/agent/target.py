@@ -835,8 +835,7 @@ class TargetSide:
         if record is None or record.open_copies.get(rank) != copy:
             self.late_total["copy"] += len(reports)
             return
-        for report in reports:
-            self.count_moved(record, report)
+        self.count_moved(record, reports)
         self._follow_moved(record, rank)
         self._settle(record)
 
@@ -848,7 +847,7 @@ class TargetSide:
             return
         match report:
             case SpanMoved():
-                self.count_moved(record, report)
+                self.count_moved(record, (report,))
                 self._follow_moved(record, report.rank)
             case CopyStopped():
                 del record.open_copies[report.rank]
@@ -860,28 +859,32 @@ class TargetSide:
     def _follow_moved(self, record: TargetRecord, rank: int) -> None:
         """Spans have arrived on a rank: that is progress, and they are summed there, if sums are compared."""
         if record.just_moved:
-            self.sum_moved(record, rank, record.just_moved)
+            self._count_wire(record, len(record.just_moved))
+            if self.compares_sums:
+                self.sum_moved(record, rank, record.just_moved)
             record.just_moved.clear()
             self._progress(record)
 
-    def count_moved(self, record: TargetRecord, report: SpanMoved) -> None:
-        """One span of one rank is in; a span counts once, and only in the generation that it was read in."""
-        if report.copy.generation != record.generation:
+    def count_moved(self, record: TargetRecord, reports: Sequence[SpanMoved]) -> None:
+        """Spans of one copy are in on one rank; a span counts once, and only in the generation that it was read in."""
+        if reports[0].copy.generation != record.generation:
             return
-        moved = record.moved.setdefault(report.rank, set())
-        if report.span not in moved:
+        rank = reports[0].rank
+        moved = record.moved.setdefault(rank, set())
+        for report in reports:
+            if report.span in moved:
+                continue
             moved.add(report.span)
             record.bytes_planned += report.bytes_planned
             record.bytes_moved += report.bytes_moved
-            self._count_wire(record)
             record.just_moved.append(report.span)
             if self._observe is not no_observer:
                 now, span, moved_bytes = self._clock(), record.spans.get(report.span), report.bytes_moved
-                self._observe(note(record.key, Side.TARGET, Stage.MOVED, now, span, moved_bytes=moved_bytes, rank=report.rank))
+                self._observe(note(record.key, Side.TARGET, Stage.MOVED, now, span, moved_bytes=moved_bytes, rank=rank))
 
-    def _count_wire(self, record: TargetRecord) -> None:
-        """One span less is being moved; with the last of them, a time on the wire is over."""
-        record.on_wire -= 1
+    def _count_wire(self, record: TargetRecord, spans: int) -> None:
+        """So many spans less are being moved; with the last of them, a time on the wire is over."""
+        record.on_wire -= spans
         if not record.on_wire:
             now = self._clock()
             record.wire_s += now - record.wire_since
@@ -1075,8 +1078,8 @@ class TargetSide:
     # Checksums.
 
     def sum_moved(self, record: TargetRecord, rank: int, numbers: Sequence[int]) -> None:
-        """Spans have arrived on a rank: have them summed there, if sums are compared."""
-        if self.compares_sums and (spans := tuple(record.spans[number] for number in numbers if number in record.spans)):
+        """Spans have arrived on a rank: have them summed there."""
+        if spans := tuple(record.spans[number] for number in numbers if number in record.spans):
             record.summing.update(span.number for span in spans)
             self._sum_spans(record, (rank,), spans)
 

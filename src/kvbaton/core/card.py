@@ -77,6 +77,8 @@ class Card(msgspec.Struct, frozen=True):
     defer_timeout: float
     transfer_timeout: float
     protocol: int = PROTOCOL
+    aux_format: str = ""
+    """What the opaque part of the aux records of this engine has, field by field; empty where there is none, or any is read."""
 
     @property
     def layers(self) -> range:
@@ -94,6 +96,7 @@ def make_card(
     limits: CardLimits,
     ranks: Iterable[RankCard],
     shape: Shape = _UNCUT,
+    aux_format: str = "",
 ) -> Card:
     """The card of an instance with these `ranks`, in the order of their numbers.
 
@@ -109,6 +112,7 @@ def make_card(
         process=process,
         defer_timeout=limits.defer_timeout,
         transfer_timeout=limits.transfer_timeout,
+        aux_format=aux_format,
     )
     if problem := _instance_problem(card.shape, tuple(rank.layout for rank in card.ranks)) or _number_problem(card):
         raise ConfigError(f"the ranks of this instance do not make a card: {problem}; check the shape and the engine's layouts")
@@ -125,6 +129,8 @@ def check_compatible(source: Card, target: Card, *, ours: Card) -> Legs:
         raise Incompatible("protocol", str(ours.protocol), str(theirs.protocol))
     if ours.fingerprint != theirs.fingerprint:
         raise _another_model(ours, theirs)
+    if ours.aux_format and theirs.aux_format and ours.aux_format != theirs.aux_format:
+        raise Incompatible("aux_format", ours.aux_format, theirs.aux_format)
     # Otherwise a source would free its blocks while a healthy target still waits for them: safe, but every slow one would fail.
     if not source.defer_timeout > target.transfer_timeout:
         hold, give_up = f"defer_timeout {source.defer_timeout}", f"transfer_timeout {target.transfer_timeout}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Annotated, NewType
 
 import msgspec
@@ -139,7 +140,7 @@ def key_problem(key: HandoffKey) -> str:
 def span_problem(spans: Iterable[Span], whole: Span) -> str:
     """Why `spans` are not every token of every layer of `whole` exactly once; empty when they are."""
     reached = dict.fromkeys(range(whole.first_layer, whole.end_layer), whole.first_token)
-    for span in sorted(spans, key=lambda span: span.first_token):
+    for span in sorted(spans, key=attrgetter("first_token")):
         for layer in range(span.first_layer, span.end_layer):
             if reached.get(layer) != span.first_token:
                 found = "no such layer" if layer not in reached else f"token {reached[layer]} to come next"

@@ -64,6 +64,8 @@ class ModelIdentity:
 
     name: str
     fingerprint: str
+    aux_format: str = ""
+    """See `Card.aux_format`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,7 @@ def instance_card(
         limits=limits,
         ranks=ranks,
         shape=shape,
+        aux_format=model.aux_format,
     )
 
 

@@ -74,7 +74,7 @@ class _SimulatedSource:
             raise RangeError(f"the memory in slot {slot} is withdrawn")
         return int(self.content.ctypes.data), self.content.nbytes
 
-    def copy(self, source_address: int, target_address: int, runs: Runs) -> int:
+    def copy(self, _name: tuple[int, int], source_address: int, target_address: int, runs: Runs) -> int:
         for source, target, count in runs.tolist():
             ctypes.memmove(target_address + target, source_address + source, count)
         return int(runs[:, 2].sum())
@@ -83,7 +83,7 @@ class _SimulatedSource:
         source_address, source_bytes = self.find(*name)
         if any(source + size > source_bytes or target + size > target_bytes for source, target, size in runs):
             raise RangeError("outside")
-        return self.copy(source_address, target_address, np.array(runs, np.uint64))
+        return self.copy(name, source_address, target_address, np.array(runs, np.uint64))
 
     def close(self) -> None:
         """Nothing to give back."""

@@ -8,7 +8,7 @@ if no seed catches it, the simulator lacks the fault or the check that would, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from msgspec import structs
@@ -106,8 +106,8 @@ class _ConfirmedBeforeRead(TargetSide):
         else:
             record.is_confirmed = True
 
-    def count_moved(self, record: TargetRecord, report: SpanMoved) -> None:
-        super().count_moved(record, report)
+    def count_moved(self, record: TargetRecord, reports: Sequence[SpanMoved]) -> None:
+        super().count_moved(record, reports)
         if record.is_confirmed and record.state is TargetState.CONFIRMING and super().is_complete(record):
             self.step(record, TargetEvent.CONFIRMED)
 
@@ -184,9 +184,9 @@ class _SourceTrustsAgents(SourceSide):
 class _CompletionCountedTwice(TargetSide):
     """Counts reports instead of spans, so that a report which comes twice hides a span that is missing."""
 
-    def count_moved(self, record: TargetRecord, report: SpanMoved) -> None:
-        super().count_moved(record, report)
-        record.moved[report.rank].add(-1 - report.span)
+    def count_moved(self, record: TargetRecord, reports: Sequence[SpanMoved]) -> None:
+        super().count_moved(record, reports)
+        record.moved[reports[0].rank] |= {-1 - report.span for report in reports}
 
     def is_complete(self, record: TargetRecord) -> bool:
         count = record.span_count
@@ -248,10 +248,10 @@ class _OwnCount(TargetSide):
 class _WrongRank(TargetSide):
     """Counts the span of one rank for every rank."""
 
-    def count_moved(self, record: TargetRecord, report: SpanMoved) -> None:
-        super().count_moved(record, report)
+    def count_moved(self, record: TargetRecord, reports: Sequence[SpanMoved]) -> None:
+        super().count_moved(record, reports)
         for rank in self._card.ranks:
-            record.moved.setdefault(rank.rank, set()).add(report.span)
+            record.moved.setdefault(rank.rank, set()).update(report.span for report in reports)
 
 
 class _RankFailureLost(TargetSide):

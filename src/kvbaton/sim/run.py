@@ -528,6 +528,9 @@ class Run:
             since = now if stand is None or stand.place != place else stand.since
             stands[id(record)] = _LastMove(record, place, since)
             cap = limits.queue_timeout if record.state in (SourceState.QUEUED, TargetState.QUEUED) else limits.hold_cap
+            if record.state is SourceState.QUEUED and record.target is not None:
+                # Without its target, and then with one that queues itself.
+                cap += limits.hold_cap
             if now - since > cap * _HARD_END_SLACK[0] + _HARD_END_SLACK[1]:
                 self.world.violate("hard end", f"{name}: {record.key} has been {record.state} for {now - since:.1f} s")
             self._check_silent_peer(name, record, since)

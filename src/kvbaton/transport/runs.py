@@ -65,6 +65,9 @@ _CHUNK_BYTES = 256 << 10
 _MAX_SIZES = 16
 _TRIAL_BYTES = 509
 _FEW_RUNS = 4
+_QUICK_BYTES, _ANY_BYTES = 256 << 10, 2**63 - 1
+_TOO_LONG = 1
+"""What the loop answers instead of summing more than it may."""
 
 
 class Loops:
@@ -86,10 +89,11 @@ class Loops:
         self._move_few = holding.move_few
         self._move_few.argtypes = [pointer, size, pointer, size, pointer, number, number, number, size]
         self._move_few.restype = size
-        self._sum_pieces = code.sum_pieces
-        word = ctypes.c_uint32
-        self._sum_pieces.argtypes = [pointer, ctypes.c_int64, pointer, number, pointer, number, word, pointer]
-        self._sum_pieces.restype = ctypes.c_int64
+        self._sum_pieces, self._sum_few = code.sum_pieces, holding.sum_pieces
+        word, signed = ctypes.c_uint32, ctypes.c_int64
+        for each in (self._sum_pieces, self._sum_few):
+            each.argtypes = [pointer, signed, pointer, number, signed, pointer, number, word, pointer]
+            each.restype = signed
         self.limit_sums = code.limit_sums
         self.limit_sums.argtypes = [ctypes.c_int]
         self.can_sum = self._sums_as_zlib()
@@ -120,20 +124,28 @@ class Loops:
         numbers = (row, column, len(runs), most_bytes)
         return int(self._move_few(starts[0], sizes[0], starts[1], sizes[1], runs.ctypes.data, *numbers))
 
-    def sums(self, region: npt.NDArray[np.uint8], pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
-        """CRC-32 of parts of these pieces of `region`, as `RegionSummer.sums`, without the interpreter's lock."""
+    def sums(self, start: int, region_bytes: int, pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
+        """CRC-32 of parts of these pieces of a region, as `RegionSummer.sums`; long ones without the interpreter's lock.
+
+        `start` is the region's address: to find that of an array takes as long as to sum 20 KiB.
+        """
         pieces = np.ascontiguousarray(pieces, np.int64)
-        parts, sums = np.array(ends, np.int64), np.empty(len(ends), np.uint32)
-        numbers = (pieces.ctypes.data, len(pieces), parts.ctypes.data, len(parts), value, sums.ctypes.data)
-        refused = int(self._sum_pieces(region.ctypes.data, region.nbytes, *numbers))
+        # Arrays of ctypes, not of NumPy: a span has one sum, and half of its time would be spent on making and finding those.
+        parts, sums = (ctypes.c_int64 * len(ends))(*ends), (ctypes.c_uint32 * len(ends))()
+        table, count = pieces.ctypes.data, len(pieces)
+        refused = _TOO_LONG
+        if count <= MAX_SLICE_RUNS:
+            refused = self._sum_few(start, region_bytes, table, count, _QUICK_BYTES, parts, len(ends), value, sums)
+        if refused == _TOO_LONG:
+            refused = self._sum_pieces(start, region_bytes, table, count, _ANY_BYTES, parts, len(ends), value, sums)
         if refused:
-            _refuse_piece(pieces[-1 - refused], region.nbytes)
-        return sums.tolist()
+            _refuse_piece(pieces[-1 - refused], region_bytes)
+        return sums[:]
 
     def _sums_as_zlib(self) -> bool:
         region = (np.arange(_TRIAL_BYTES) * 167 >> 3).astype(np.uint8)
         pieces, ends = np.array([[0, _TRIAL_BYTES], [64, 192], [7, 64], [1, 63], [300, 201]]), (1, 3, 5)
-        return self.sums(region, pieces, ends, 1) == _sum_each(region, pieces, ends, 1)
+        return self.sums(region.ctypes.data, region.nbytes, pieces, ends, 1) == _sum_each(region, pieces, ends, 1)
 
 
 class CopyCrew:
@@ -249,6 +261,7 @@ class RegionSummer:
 
     def __init__(self, region: memoryview, loops: Loops | None) -> None:
         self._region = np.frombuffer(region, np.uint8)
+        self._start = int(self._region.ctypes.data)
         self._loops = loops if loops is not None and loops.can_sum else None
 
     def sums(self, pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
@@ -257,7 +270,7 @@ class RegionSummer:
         Raises RangeError when a piece leaves the region.
         """
         if self._loops is not None:
-            return self._loops.sums(self._region, pieces, ends, value)
+            return self._loops.sums(self._start, self._region.nbytes, pieces, ends, value)
         return _sum_each(self._region, pieces, ends, value)
 
 

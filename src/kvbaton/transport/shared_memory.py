@@ -14,6 +14,8 @@ import mmap
 import os
 import stat
 import weakref
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +23,7 @@ import numpy.typing as npt
 from kvbaton.errors import ConfigError, PeerLost, TransportError
 from kvbaton.transport.base import Region
 
-__all__ = ["MARK_BYTES", "SharedMapping", "SharedMemory", "inode_of", "write_mark"]
+__all__ = ["MARK_BYTES", "SharedMapping", "SharedMemory", "SharedPlace", "inode_of", "shared_place", "write_mark"]
 
 MARK_BYTES = 8
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -95,6 +97,36 @@ class SharedMapping:
     def mark(self) -> int:
         """The mark that the owner shows now; 0 once it has withdrawn the memory."""
         return int.from_bytes(self._mark.tobytes(), "little")
+
+
+class SharedPlace(NamedTuple):
+    """Where memory of this process lies in a file that others can map."""
+
+    fd: int
+    inode: int
+    offset: int
+
+
+def shared_place(address: int, memory_bytes: int) -> SharedPlace | None:
+    """Where this memory lies in an anonymous file that is sealed against shrinking; None for memory of any other kind."""
+    for line in Path("/proc/self/maps").read_bytes().splitlines():
+        if b" /memfd:" not in line:
+            continue
+        places, rights, offset, _, inode = line.split(maxsplit=5)[:5]
+        start, end = (int(number, 16) for number in places.split(b"-"))
+        if rights.endswith(b"s") and start <= address and address + memory_bytes <= end:
+            fd = _sealed_fd(int(inode))
+            return None if fd is None else SharedPlace(fd, int(inode), int(offset, 16) + address - start)
+    return None
+
+
+def _sealed_fd(inode: int) -> int | None:
+    """A descriptor of this process for the file, if it has one, and the file cannot shrink."""
+    for fd in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+        with contextlib.suppress(OSError):  # what listed them has closed its own, and most are no files that can be sealed
+            if os.fstat(fd).st_ino == inode and fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                return fd
+    return None
 
 
 def write_mark(region: Region, mark: int) -> None:

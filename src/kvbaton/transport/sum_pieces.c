@@ -2,7 +2,9 @@
    which x86-64 and AArch64 both have, and which leave a remainder of 16 bytes for a table. The method is that of "Fast CRC
    Computation for Generic Polynomials Using PCLMULQDQ"; the constants are powers of x modulo the polynomial, bits reversed.
    AArch64 has an instruction for this very sum, which is a third faster: three streams at a time keep it busy, and products join
-   them. A processor without any of these gets the table alone. */
+   them. A processor without any of these gets the table alone.
+   With streams, what is summed next is fetched meanwhile: pages lie anywhere, and a processor that recognizes one stream of
+   reads does not recognize three in a page. */
 #include <stdint.h>
 #include <string.h>
 
@@ -103,7 +105,8 @@ FOLDING static uint32_t sum_by_folding(uint32_t rest, const unsigned char *regio
 
 #ifdef HAS_SUM_INSTRUCTION
 #define STREAMS 3
-#define LONG 1344 /* three of them are a page of 4 KiB, nearly */
+#define LINE 64
+#define LONG 1344 /* three of them are a page of 4 KiB, nearly; both lengths are whole lines */
 #define SHORT 192
 
 static uint32_t by_long[STREAMS - 1], by_short[STREAMS - 1];
@@ -131,30 +134,53 @@ static inline uint64_t word_at(const unsigned char *bytes) {
     return word;
 }
 
-FOLDING static inline uint32_t sum_streams(uint32_t rest, const unsigned char *bytes, long length, const uint32_t *powers) {
+FOLDING static inline uint32_t sum_streams(uint32_t rest, const unsigned char *bytes, long length, const uint32_t *powers,
+                                           const unsigned char *ahead) {
     uint32_t second = 0, third = 0;
-    for (long at = 0; at < length; at += 8) {
-        rest = __crc32d(rest, word_at(bytes + at));
-        second = __crc32d(second, word_at(bytes + length + at));
-        third = __crc32d(third, word_at(bytes + 2 * length + at));
+    for (long line = 0; line < length; line += LINE) {
+        for (int stream = 0; stream < STREAMS; stream++) __builtin_prefetch(ahead + stream * length + line, 0, 0);
+        for (long at = line; at < line + LINE; at += 8) {
+            rest = __crc32d(rest, word_at(bytes + at));
+            second = __crc32d(second, word_at(bytes + length + at));
+            third = __crc32d(third, word_at(bytes + 2 * length + at));
+        }
     }
     lane moved = (lane)vmull_p64((poly64_t)(uint64_t)rest, (poly64_t)(uint64_t)powers[0]) ^
                  (lane)vmull_p64((poly64_t)(uint64_t)second, (poly64_t)(uint64_t)powers[1]);
     return third ^ __crc32d(0, moved[0]);
 }
 
-FOLDING static uint32_t sum_by_instruction(uint32_t rest, const unsigned char *bytes, uint64_t left) {
-    for (; left >= STREAMS * LONG; bytes += STREAMS * LONG, left -= STREAMS * LONG)
-        rest = sum_streams(rest, bytes, LONG, by_long);
-    for (; left >= STREAMS * SHORT; bytes += STREAMS * SHORT, left -= STREAMS * SHORT)
-        rest = sum_streams(rest, bytes, SHORT, by_short);
+/* What follows `bytes`, of which `left` are left of a piece: further on in it, or in the next one. */
+static inline const unsigned char *ahead_of(const unsigned char *bytes, uint64_t left, uint64_t step, const unsigned char *next) {
+    return left >= 2 * step ? bytes + step : next;
+}
+
+/* Not inline: a short piece does not pay for what this keeps in registers. */
+FOLDING __attribute__((noinline)) static uint32_t sum_long(uint32_t rest, const unsigned char *bytes, uint64_t left,
+                                                           const unsigned char *next) {
+    const uint64_t far = STREAMS * LONG, near = STREAMS * SHORT;
+    for (; left >= far; bytes += far, left -= far)
+        rest = sum_streams(rest, bytes, LONG, by_long, ahead_of(bytes, left, far, next));
+    for (; left >= near; bytes += near, left -= near)
+        rest = sum_streams(rest, bytes, SHORT, by_short, ahead_of(bytes, left, near, next));
+    return rest;
+}
+
+FOLDING static uint32_t sum_by_instruction(uint32_t rest, const unsigned char *bytes, uint64_t left, const unsigned char *next) {
+    if (left >= STREAMS * SHORT) {
+        uint64_t tail = left % (STREAMS * LONG) % (STREAMS * SHORT);
+        rest = sum_long(rest, bytes, left, next);
+        bytes += left - tail;
+        left = tail;
+    }
     for (; left >= 8; bytes += 8, left -= 8) rest = __crc32d(rest, word_at(bytes));
     while (left--) rest = __crc32b(rest, *bytes++);
     return rest;
 }
 #else
 static const int is_instructing = 0;
-static uint32_t sum_by_instruction(uint32_t rest, const unsigned char *bytes, uint64_t left) {
+static uint32_t sum_by_instruction(uint32_t rest, const unsigned char *bytes, uint64_t left, const unsigned char *next) {
+    (void)next;
     return sum_by_table(rest, bytes, left);
 }
 #endif
@@ -165,8 +191,9 @@ static uint32_t sum_part(uint32_t rest, const unsigned char *region, const int64
     for (long piece = 0; piece < count; piece++) {
         const unsigned char *bytes = region + pieces[2 * piece];
         uint64_t left = (uint64_t)pieces[2 * piece + 1];
-        if (piece + 1 < count) __builtin_prefetch(region + pieces[2 * piece + 2], 0, 0);
-        rest = is_instructing ? sum_by_instruction(rest, bytes, left) : sum_by_table(rest, bytes, left);
+        const unsigned char *next = piece + 1 < count ? region + pieces[2 * piece + 2] : bytes;
+        __builtin_prefetch(next, 0, 0);
+        rest = is_instructing ? sum_by_instruction(rest, bytes, left, next) : sum_by_table(rest, bytes, left);
     }
     return rest;
 }
@@ -184,12 +211,17 @@ int limit_sums(int ways) {
 }
 
 /* The sums of consecutive parts of the pieces (offset, bytes) of a region, each up to the piece with the number in `ends`; the
-   first one continues `value`. Returns 0, or a negative number if a piece leaves the region. */
-int64_t sum_pieces(const unsigned char *region, int64_t region_bytes, const int64_t *pieces, long count, const int64_t *ends,
-                   long parts, uint32_t value, uint32_t *sums) {
+   first one continues `value`. Returns 0; a negative number if a piece leaves the region; or 1, and nothing was summed, if the
+   pieces hold more than `most_bytes`. */
+int64_t sum_pieces(const unsigned char *region, int64_t region_bytes, const int64_t *pieces, long count, int64_t most_bytes,
+                   const int64_t *ends, long parts, uint32_t value, uint32_t *sums) {
     for (long piece = 0; piece < count; piece++) {
         int64_t offset = pieces[2 * piece], bytes = pieces[2 * piece + 1];
         if (offset < 0 || bytes < 0 || bytes > region_bytes || offset > region_bytes - bytes) return -1 - piece;
+    }
+    for (long piece = 0; piece < count; piece++) {
+        if (pieces[2 * piece + 1] > most_bytes) return 1;
+        most_bytes -= pieces[2 * piece + 1];
     }
     for (long part = 0, piece = 0; part < parts; piece = ends[part++], value = 0) {
         sums[part] = ~sum_part(~value, region, pieces + 2 * piece, ends[part] - piece);

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from kvbaton.transport.exchange.owner import COUNTS
 from kvbaton.verify.report import RequestRow
 
 __all__ = ["StoredCounts"]
@@ -27,9 +28,14 @@ class StoredCounts:
 
     def totals(self) -> tuple[int, int]:
         """Bytes stored by all engines, and calls that did."""
+        counts = self.counts()
+        return counts["stored_bytes_total"], counts["stored_calls_total"]
+
+    def counts(self) -> dict[str, int]:
+        """What all engines have counted, under the names of `COUNTS`."""
         files = [np.fromfile(path, np.int64) for path in Path(self.directory).glob("*.counts")]
-        counts = [numbers for numbers in files if len(numbers) == 2]
-        return sum(int(each[0]) for each in counts), sum(int(each[1]) for each in counts)
+        written = [numbers for numbers in files if len(numbers) == len(COUNTS)]
+        return dict(zip(COUNTS, np.sum([np.zeros(len(COUNTS), np.int64), *written], axis=0).tolist(), strict=True))
 
     def attributed(self, rows: list[RequestRow]) -> list[RequestRow]:
         """The rows, with what was stored spread evenly over them."""

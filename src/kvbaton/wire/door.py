@@ -9,7 +9,8 @@ soon as its owner calls `admit`. An unknown peer may be any program that reaches
 - it has one deadline from accept on, which nothing renews: a byte now and then buys no time;
 - its frames have a limit of their own, one message is parsed at a time, and all unknown peers share one budget of bytes;
 - all of them share a fifth of this thread: they wait in a selector of their own, which is left out while the share is used up.
-  Known peers are served first in every turn.
+  Known peers are served first in every turn. The work stops where the share ends, and goes on with those that have waited for
+  longest: a handshake of TLS takes a millisecond, and those of one turn would hold known peers up for as many.
 
 A *known* peer is trusted to mean well, not to work well: it has budgets too, larger ones, and a deadline for a frame that it
 has begun or does not take. Where a budget is full, the connection that holds most of it is ended; peers connect anew.
@@ -18,8 +19,9 @@ With a key, both ends put a nonce into their READY command, and everything after
 proves itself first, with an empty sealed frame; the dialler answers with its own, and only then sends anything. So an address
 that a client made up learns a nonce, and nothing else. Without a key a connection is plain ZMTP.
 
-With certificates (`tls.py`), all of that is inside TLS. Its handshake counts as the peer's: the same place, deadline and share
-of the thread. A peer that does not encrypt gets the reason in the clear, one whose certificate is refused gets TLS's own alert.
+With certificates (`tls.py`), all of that is inside TLS. Its handshake counts as the peer's: the same place, deadline, share
+of the thread and budget of bytes. A peer that does not encrypt gets the reason in the clear, one whose certificate is refused
+gets TLS's own alert.
 
 Rejected: one selector with priorities (a flood would still make every turn go through all its sockets); a thread for unknown
 peers (a second owner for each connection, and a hand-over between them); a port for each class (instances have one).
@@ -42,6 +44,7 @@ from dataclasses import dataclass, field
 
 from kvbaton.core.auth import NONCE_BYTES, TAG_BYTES, Session
 from kvbaton.errors import ProtocolError
+from kvbaton.wire.metering import ThreadShare
 from kvbaton.wire.tls import ClusterTls, TlsError, TlsStream
 from kvbaton.wire.zmtp import Zmtp, ZmtpError, ZmtpLimits, ZmtpPartsError, ZmtpRefused, encode_error, encode_frame
 
@@ -50,7 +53,6 @@ __all__ = ["Door", "DoorLimits", "EndCause", "PeerConnection", "listen_on"]
 _NONCE = b"X-KVBaton-Nonce"
 _BACKLOG = 512
 _ACCEPTS_PER_TURN = 32
-_UNKNOWN_PER_TURN = 64
 _UNKNOWN_READ_BYTES = 16 * 1024
 _UNKNOWN_UNSENT_BYTES = 16 * 1024
 _EAGER_FLUSH_BYTES = 256 * 1024
@@ -60,7 +62,6 @@ _MAX_ENDING = 32
 _MAX_DRAINED_BYTES = 256 * 1024
 _CHECK_S = 1.0
 _ACCEPT_PAUSE_S = 0.02
-_SHARE_BURST_S = 0.02
 _KEEPALIVE_S = 30
 _MOST_CONNECTIONS = 2048
 
@@ -207,7 +208,8 @@ class Door:
         self._check_at = self._now + _CHECK_S
         self._buffered = {False: 0, True: 0}
         self._unsent_bytes = 0
-        self._credit_s, self._credited_at = _SHARE_BURST_S, time.monotonic()
+        self._share = ThreadShare(limits.unknown_share)
+        self._accepted_at = self._now
         self._resume_at: float | None = None
 
     def __len__(self) -> int:
@@ -411,20 +413,23 @@ class Door:
     # Unknown peers.
 
     def _serve_unknown(self) -> Iterator[tuple[PeerConnection, list[bytes]]]:
-        began = time.thread_time()
-        # epoll returns ready descriptors in turn, so that those left out here are the first next time.
-        for selected, events in self._unknown_selector.select(0)[:_UNKNOWN_PER_TURN]:
+        self._share.begin()
+        for selected, events in sorted(self._unknown_selector.select(0), key=self._served_at):
             if selected.data is None:
+                self._accepted_at = self._now
                 yield from self._accept()
             else:
                 yield from self._serve(selected.data, events)
-        now = time.monotonic()
-        self._credit_s = min(_SHARE_BURST_S, self._credit_s + (now - self._credited_at) * self._limits.unknown_share)
-        self._credited_at = now
-        self._credit_s -= time.thread_time() - began
-        if self._credit_s < 0 and self._limits.unknown_share < 1.0:
+            if self._share.is_spent():
+                break
+        self._resume_at = self._share.end()
+        if self._resume_at is not None:
             self._selector.unregister(self._unknown_selector.fileno())
-            self._resume_at = now - self._credit_s / self._limits.unknown_share
+
+    def _served_at(self, ready: tuple[selectors.SelectorKey, int]) -> float:
+        """When it had its last turn. What stays ready has the same order in epoll each time: the last ones would starve."""
+        connection = ready[0].data
+        return self._accepted_at if connection is None else connection.seen_at
 
     def _accept(self) -> Iterator[tuple[PeerConnection, list[bytes]]]:
         for _ in range(_ACCEPTS_PER_TURN):
@@ -455,6 +460,8 @@ class Door:
             else:
                 # A dialler of ours sends its whole handshake with the connection: it is mostly there already.
                 yield from self._serve(connection, selectors.EVENT_READ)
+            if self._share.is_spent():
+                return
 
     def _accepted(self) -> tuple[socket.socket, tuple[str, int]]:
         if self._listener is None:
@@ -528,6 +535,8 @@ class Door:
             return b""
         if out := tls.outgoing():
             self._queue_bytes(connection, out)
+        if not plain:
+            self._count_buffered(connection, has_progress=False)
         return plain
 
     def _take(self, connection: PeerConnection, data: bytes) -> Iterator[list[bytes]]:
@@ -564,7 +573,7 @@ class Door:
 
     def _count_buffered(self, connection: PeerConnection, *, has_progress: bool) -> None:
         """Note what a connection holds of an unfinished message, and end the one that holds most where that is too much."""
-        buffered = connection.zmtp.buffered_bytes
+        buffered = connection.zmtp.buffered_bytes + (connection.tls.handshake_bytes if connection.tls is not None else 0)
         if not buffered:
             connection.partial_since = None
         elif has_progress or connection.partial_since is None:

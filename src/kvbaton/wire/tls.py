@@ -31,12 +31,16 @@ from typing import Any, Self
 
 from kvbaton.errors import ConfigError, ProtocolError
 
-__all__ = ["TLS_FILES", "ClusterTls", "TlsError", "TlsSocket", "TlsStream", "cluster_tls", "tls_reason"]
+__all__ = ["MOST_HANDSHAKE_BYTES", "TLS_FILES", "ClusterTls", "TlsError", "TlsSocket", "TlsStream"]
+__all__ += ["check_handshake_bytes", "cluster_tls", "tls_reason"]
 
 _log = logging.getLogger(__name__)
 
 TLS_FILES = ("ca.crt", "tls.crt", "tls.key")
 """What the directory holds."""
+
+MOST_HANDSHAKE_BYTES = 32 * 1024
+"""What a peer may send before its handshake is over. OpenSSL would keep four times as much for each unknown connection."""
 
 _LOOK_S = 1.0
 _READ_BYTES = 64 * 1024
@@ -54,6 +58,12 @@ class TlsError(ProtocolError):
     def __init__(self, message: str, is_plain: bool = False) -> None:
         super().__init__(message)
         self.is_plain = is_plain
+
+
+def check_handshake_bytes(received: int) -> None:
+    """Raises TlsError where a peer has sent more than a handshake of TLS has."""
+    if received > MOST_HANDSHAKE_BYTES:
+        raise TlsError(f"the handshake of TLS is not over after {received} bytes; at most {MOST_HANDSHAKE_BYTES} are taken")
 
 
 class _FollowingContext(ssl.SSLContext):
@@ -160,6 +170,8 @@ class TlsStream:
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=is_listener)
         self._has_begun = self._has_failed = self._is_open = False
         self._waiting = bytearray()
+        self.handshake_bytes = 0
+        """Bytes that OpenSSL may keep of a peer whose handshake is not over. Later it keeps at most a record."""
 
     def encrypt(self, data: bytes) -> bytes:
         """What is to be sent now for `data`; what cannot be sent before the handshake is over follows from `outgoing`."""
@@ -179,6 +191,13 @@ class TlsStream:
             if data[0] not in (_HANDSHAKE_RECORD, _ALERT_RECORD):
                 self._has_failed = True
                 raise TlsError(_PLAIN, is_plain=True)
+        if not self._is_open:
+            self.handshake_bytes += len(data)
+            try:
+                check_handshake_bytes(self.handshake_bytes)
+            except TlsError:
+                self._has_failed = True
+                raise
         self._incoming.write(data)
         pieces: list[bytes] = []
         try:
@@ -203,7 +222,7 @@ class TlsStream:
             self._tls.do_handshake()
         except ssl.SSLWantReadError:
             return
-        self._is_open = True
+        self._is_open, self.handshake_bytes = True, 0
         self._write()
 
     def _write(self) -> None:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
+import os
 import random
+import signal
 import socket
 import threading
 import time
@@ -23,6 +26,7 @@ from mori_peer import MoriPeer, mori_peer
 
 from gpu_memories import GPU, MAIN, STAND_IN, place, use_stand_in, why_not_here
 from kvbaton.compat.mori import cpp
+from kvbaton.compat.mori import engine as engine_module
 from kvbaton.compat.mori.io import (
     BackendType,
     EngineDesc,
@@ -37,6 +41,7 @@ from kvbaton.compat.mori.io import (
     XgmiBackendConfig,
     set_log_level,
 )
+from kvbaton.verify.stored import StoredCounts
 
 TransferStatus = cpp.TransferStatus
 _KEYS = itertools.count()
@@ -444,6 +449,55 @@ class TestSettings:
             assert there.pop_inbound_transfer_status(here.get_engine_desc().key, 5) is None
             assert there.stats()["notices"] == 0
 
+    @pytest.mark.parametrize(
+        ("variables", "is_made"),
+        [
+            ({"MORI_IO_ENABLE_CHUNKING": "1", "MORI_IO_CHUNK_BYTES": "4095"}, False),
+            ({"MORI_IO_ENABLE_CHUNKING": "true", "MORI_IO_CHUNK_BYTES": "4096", "MORI_IO_POLL_CQ_MODE": "Event"}, True),
+        ],
+    )
+    def test_the_environment_overrides_settings(
+        self, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], is_made: bool
+    ) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        config = RdmaBackendConfig()
+        if is_made:
+            _engine(config=config)
+            assert config.overridden().poll_cq_mode is PollCqMode.EVENT
+            assert config == RdmaBackendConfig(), "the caller's own settings stay as they are"
+        else:
+            with pytest.raises(RuntimeError, match="chunk_bytes is 4095"):
+                _engine(config=config)
+
+    def test_a_variable_that_makes_no_sense_is_ignored_with_a_warning(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        for name in ("MORI_IO_QP_PER_TRANSFER", "MORI_IO_POLL_CQ_MODE", "MORI_IO_SQ_BACKOFF_TIMEOUT_US"):
+            monkeypatch.setenv(name, "-3")
+        assert _engine().backoff_s == 5.0
+        assert caplog.text.count("it is ignored") == 3
+
+    def test_the_environment_sets_the_level_of_the_log(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, level in (("MORI_GLOBAL_LOG_LEVEL", "ERROR"), ("MORI_IO_LOG_LEVEL", "warn")):
+            monkeypatch.setenv(name, level)
+            _engine()
+            assert logging.getLevelName(logging.getLogger("kvbaton.mori").level) == {"warn": "WARNING"}.get(level, level)
+        set_log_level("info")
+
+    def test_what_engines_count_can_be_read_from_outside(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        kept = StoredCounts()
+        monkeypatch.setenv("KVBATON_MORI_COUNTS", kept.directory)
+        here, there = _engine(), _engine()
+        _acquaint(here, there)
+        mine, theirs = _Memory(here, _random(64)), _Memory(there, _random(64))
+        _done(here.write(mine.desc, 0, theirs.desc, 0, 64, 1))
+        assert here.write(mine.desc, 0, theirs.desc, 1, 64, 2).Failed()
+        counts = kept.counts()
+        assert (counts["stored_bytes_total"], counts["stored_calls_total"]) == kept.totals() == (64, 1)
+        assert [counts[f"{name}_total"] for name in ("posted", "succeeded", "failed")] == [2, 1, 1]
+        kept.close()
+
     def test_uids_count_up_for_the_engine_and_its_sessions(self, pair: tuple[IOEngine, IOEngine]) -> None:
         here, there = pair
         mine, theirs = _Memory(here, _random(64)), _Memory(there, _random(64))
@@ -592,6 +646,32 @@ class TestTwoProcesses:
         got = mine.array
         assert (got[: 1 << 19] == 9).all()
         assert (got[1 << 19 :] != 9).any()
+
+    def test_a_full_queue_is_waited_for_and_then_an_error_that_vllm_knows(
+        self, peer: MoriPeer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The first engine waits for room until the peer goes on; the second one has no time for that."""
+        monkeypatch.setattr(engine_module, "_IN_FLIGHT", 2)
+        engines = [_engine()]
+        monkeypatch.setenv("MORI_IO_SQ_BACKOFF_TIMEOUT_US", "1000")
+        engines.append(_engine())
+        remote = peer.register(4096)
+        memories = [_Memory(engine, _random(4096)) for engine in engines]
+        for engine in engines:
+            engine.register_remote_engine(EngineDesc.unpack(peer.engine_desc))
+        sessions = [self._session(engine, memory, remote) for engine, memory in zip(engines, memories, strict=True)]
+        os.kill(peer.process.pid, signal.SIGSTOP)
+        statuses = [session.batch_write([0], [0], [4096], uid) for session in sessions for uid in (1, 2)]
+        refused = sessions[1].batch_write([0], [0], [4096], 3)
+        assert (refused.Code(), refused.Message()[:15]) == (StatusCode.ERR_RDMA_OP, "SQ full (batch)")
+        timer = threading.Timer(0.05, os.kill, (peer.process.pid, signal.SIGCONT))
+        timer.start()
+        _done(sessions[0].batch_write([0], [0], [4096], 3))
+        timer.join()
+        for status in statuses:
+            _done(status)
+        counts = [engine.stats() for engine in engines]
+        assert [(each["posted_total"], each["failed_total"]) for each in counts] == [(4, 0), (4, 1)]
 
     def test_a_write_after_deregistration_changes_no_byte(self, here: IOEngine, peer: MoriPeer) -> None:
         mine = _Memory(here, _random(1 << 20))

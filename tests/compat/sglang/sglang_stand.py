@@ -43,7 +43,9 @@ __all__ = [
     "generate",
     "hand_over",
     "health",
+    "live_handoffs",
     "new_room",
+    "noted_at",
     "prompt",
     "ready",
     "run",
@@ -61,7 +63,7 @@ _INSIDE = Path(__file__).parent / "inside"
 
 
 # Tests, and balancers without the key, choose rooms that prove nothing; `kvbaton verify` shows those of our router.
-_ALLOWED: dict[str, Any] = {"allow": ["127.0.0.1"]}
+_ALLOWED: dict[str, Any] = {"allow": ["127.0.0.1", "localhost"]}
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ class SglangStand:
 
     def live_handoffs(self, part: FleetPart) -> int:
         """How many hand-offs a server reports as under way."""
-        return sum(each["outcome"] is None for each in _reported(part, "/handoffs")["handoffs"])
+        return live_handoffs(part)
 
     async def generate(
         self, session: aiohttp.ClientSession, url: str, token_ids: Sequence[int], output: int = OUTPUT, **more: Any
@@ -188,7 +190,7 @@ class Grid:
     def __init__(self, kind: str = "gqa") -> None:
         environment = ready()
         self.fleet: Fleet = ForkedServers()
-        self._ports = PortPicker()
+        self.ports = PortPicker()
         options = EngineOptions(
             "tiny",
             "local",
@@ -214,7 +216,7 @@ class Grid:
         servers = replace(self._servers, options=options, settings=settings)
         if kind:
             servers = replace(servers, model=tiny_model(servers.environment, kind))
-        part = servers.part(name, role, self._ports)
+        part = servers.part(name, role, self.ports)
         (fleet or self.fleet).start(part)
         return part
 
@@ -293,15 +295,29 @@ def health(part: FleetPart) -> int:
         return 0
 
 
+def live_handoffs(part: FleetPart) -> int:
+    """How many hand-offs a server reports as under way."""
+    return sum(each["outcome"] is None for each in _reported(part, "/handoffs")["handoffs"])
+
+
 def stages(part: FleetPart, room: int) -> list[str]:
     """What a server has noted about the hand-off of a room so far, in order."""
+    return [note["stage"] for note in _notes(part, room)]
+
+
+def noted_at(part: FleetPart, room: int, stage: str) -> float:
+    """Seconds after its first note at which a server noted a stage of the hand-off of a room; -1 when it has not."""
+    return next((float(note["at_s"]) for note in _notes(part, room) if note["stage"] == stage), -1.0)
+
+
+def _notes(part: FleetPart, room: int) -> list[dict[str, Any]]:
     try:
         document = _reported(part, f"/handoffs/{room_transfer_id(room)}")
     except urllib.error.HTTPError as error:
         if error.code != HTTPStatus.NOT_FOUND:
             raise
         return []
-    return [note["stage"] for side in document["sides"] for note in side["notes"]]
+    return [note for side in document["sides"] for note in side["notes"]]
 
 
 def _reported(part: FleetPart, path: str) -> Any:

@@ -1,6 +1,6 @@
 """The backend's classes on SGLang's own pools and buffers, in SGLang's environment.
 
-`inside/class_checks.py` and `inside/state_checks.py` have the checks.
+`inside/class_checks.py`, `inside/state_checks.py` and `inside/reported_checks.py` have the checks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sglang_stand import ready
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
 _CHECKS = Path(__file__).parent / "inside" / "class_checks.py"
-_SOURCES = [_CHECKS.read_text(), _CHECKS.with_name("state_checks.py").read_text()]
+_SOURCES = [_CHECKS.with_name(f"{kind}_checks.py").read_text() for kind in ("class", "state", "reported")]
 _LISTS = [text.partition("CHECKS = (")[2].partition("\n)")[0] for text in _SOURCES]
 _NAMES = re.findall(r"^    (\w+),$", "\n".join(_LISTS), re.MULTILINE)
 

@@ -9,14 +9,21 @@ import socket
 import time
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from sglang_stand import Answer, SglangStand, StandSpec, different, prompt, run, stand
 
-from kvbaton.core.handoff import Mode
+from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.card import PROTOCOL
+from kvbaton.core.handoff import Incarnation, Mode
+from kvbaton.core.messages import Heartbeat, Hello, Refused, decode, encode
+from kvbaton.launch.fleet import FleetPart
 from kvbaton.launch.router_peers import ensure_router_peers, sglang_router_part
+from wire_peer import WirePeer
 
 pytestmark = [pytest.mark.sglang_full, pytest.mark.timeout(1800)]
 
@@ -204,6 +211,107 @@ def test_foreign_bytes_on_the_bootstrap_port_do_no_harm(pair: SglangStand) -> No
         assert different(single, (await pair.pair(session, ids))[1]) == ""
 
     run(work)
+
+
+def test_a_peer_of_another_protocol_version_is_refused_with_both_numbers(pair: SglangStand) -> None:
+    """A newer release may add fields, which are skipped; one with another version is sent the reason, and no more."""
+    frame = encode(Incarnation("another"), "", Heartbeat(from_source=False, live=()))
+    other = frame.replace(b"\xa7version" + bytes([PROTOCOL]), b"\xa7version\x63")
+    assert other != frame
+    fields = msgspec.msgpack.decode(frame)
+    with WirePeer.dial(pair.bootstrap_port, pair.key.encode()) as peer:
+        peer.send(msgspec.msgpack.encode({**fields, "from_the_future": [1, 2, 3]}))
+        peer.send(other)
+        message = decode(peer.receive()).message
+        while isinstance(message, Hello):
+            # An unknown peer is asked for its card.
+            message = decode(peer.receive()).message
+        assert message == Refused(f"protocol version is {PROTOCOL} here and 99 there"), "and nothing about the first one"
+
+    async def work(session: aiohttp.ClientSession) -> None:
+        ids = prompt(35, 50)
+        single = await pair.generate(session, pair.single.base_url, ids)
+        assert different(single, (await pair.pair(session, ids))[1]) == ""
+
+    run(work)
+
+
+def test_the_first_and_the_last_room_are_served_and_used_again_at_once(pair: SglangStand) -> None:
+    async def work(session: aiohttp.ClientSession) -> None:
+        for number, room in enumerate((1, (1 << 63) - 1, (1 << 63) - 1, 1)):
+            ids = prompt(50 + number, 40)
+            single = await pair.generate(session, pair.single.base_url, ids)
+            assert different(single, (await pair.pair(session, ids, room=room))[1]) == ""
+
+    run(work)
+
+
+def test_a_bootstrap_host_may_be_a_name(pair: SglangStand) -> None:
+    async def work(session: aiohttp.ClientSession) -> None:
+        ids = prompt(36, 50)
+        single = await pair.generate(session, pair.single.base_url, ids)
+        assert different(single, (await pair.pair(session, ids, bootstrap_host="localhost"))[1]) == ""
+
+    run(work)
+
+
+def test_instances_register_again_with_a_router_that_was_started_again(pair: SglangStand) -> None:
+    pair.fleet.kill("router")
+    until = time.monotonic() + 60
+    while all(death.name != "router" for death in pair.fleet.deaths()):
+        assert time.monotonic() < until, "the router has not ended"
+        time.sleep(0.05)
+    pair.fleet.restart("router")
+    while not pair.fleet.is_healthy("router"):
+        assert time.monotonic() < until + 60, "no instance has registered with the router"
+        time.sleep(0.1)
+
+    async def work(session: aiohttp.ClientSession) -> None:
+        ids = prompt(37, 50)
+        single = await pair.generate(session, pair.single.base_url, ids)
+        answer = await pair.generate(session, pair.router_url, ids)
+        while answer.status == 503 and time.monotonic() < until + 60:
+            # One of the two has registered, and the other one has not.
+            await asyncio.sleep(0.2)
+            answer = await pair.generate(session, pair.router_url, ids)
+        assert different(single, answer) == ""
+
+    run(work)
+
+
+def test_1000_rooms_at_once_need_no_more_threads_and_files(pair: SglangStand) -> None:
+    """Of the schedulers, which have the agents; the HTTP servers have a connection for each request."""
+    before = {part.name: _threads_and_files(part) for part in (pair.prefill, pair.decode)}
+    largest = dict(before)
+
+    async def work(session: aiohttp.ClientSession) -> None:
+        tasks = [asyncio.create_task(pair.pair(session, prompt(index, 6), 2)) for index in range(1000)]
+        while not all(task.done() for task in tasks):
+            for part in (pair.prefill, pair.decode):
+                now = await asyncio.to_thread(_threads_and_files, part)
+                largest[part.name] = max(largest[part.name][0], now[0]), max(largest[part.name][1], now[1])
+            await asyncio.sleep(1)
+        failed = [answer for task in tasks for answer in task.result() if answer.status != 200]
+        assert not failed, failed[:3]
+
+    run(work)
+    wait_at_rest(pair)
+    for name, (threads, files) in before.items():
+        assert largest[name][0] <= threads + 2, name
+        assert largest[name][1] <= files + 4, name
+
+
+def _threads_and_files(part: FleetPart) -> tuple[int, int]:
+    """Of the scheduler of a server: the process that listens at its control address."""
+    port = f":{ControlAddress.parse(part.control_address).handshake:04X}"
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    listening = {f"socket:[{line[9]}]" for line in lines if line[1].endswith(port) and line[3] == "0A"}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            files = [str(file.readlink()) for file in (process / "fd").iterdir()]
+            if listening.intersection(files):
+                return len(list((process / "task").iterdir())), len(files)
+    raise AssertionError(f"no process listens at the control address of {part.name}")
 
 
 def test_sglang_reports_the_backend_that_it_runs(pair: SglangStand) -> None:

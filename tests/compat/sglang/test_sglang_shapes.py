@@ -18,8 +18,16 @@ from kvbaton.launch.fleet import FleetPart
 pytestmark = [pytest.mark.sglang_full, pytest.mark.timeout(1800)]
 
 PROMPTS = [prompt(seed, tokens) for seed, tokens in enumerate((1, 17, 100, 100, 300))]
-PAIRS = {"tp": (("tp1", "tp2"), ("tp2", "tp1")), "pp": (("pp2", "tp1"), ("pp2", "tp2"))}
-"""Shapes of prefill and decode."""
+PAIRS = {
+    "tp": (("tp1", "tp2"), ("tp2", "tp1")),
+    "pp": (("pp2", "tp1"), ("pp2", "tp2")),
+    "decode pp": (("tp1", "pp2"), ("pp2", "pp2")),
+    "shared by ranks of prefill": (("tp4", "tp2"), ("tp4", "tp1")),
+    "shared by ranks of decode": (("tp2", "tp4"), ("tp1", "tp4")),
+    "three to two": (("tp3", "tp2"),),
+    "equal and unequal": (("tp1", "tp1"), ("tp1", "tp2")),
+}
+"""Shapes of prefill and decode. The model `gqa` has two heads: of four ranks, two have the same one."""
 
 
 async def _different(
@@ -33,7 +41,19 @@ async def _different(
 
 
 # SGLang itself refuses a pipeline of the model with MLA.
-@pytest.mark.parametrize(("ranks", "kind"), [("tp", "gqa"), ("tp", "mla"), ("pp", "gqa")])
+@pytest.mark.parametrize(
+    ("ranks", "kind"),
+    [
+        ("tp", "gqa"),
+        ("tp", "mla"),
+        ("pp", "gqa"),
+        ("decode pp", "gqa"),
+        ("shared by ranks of prefill", "gqa"),
+        ("shared by ranks of decode", "gqa"),
+        ("three to two", "gqa6"),
+        ("equal and unequal", "window"),
+    ],
+)
 def test_ranks_of_two_instances_may_differ(kind: str, ranks: str) -> None:
     grid, pairs = Grid(kind), PAIRS[ranks]
     with grid.fleet:
@@ -61,3 +81,23 @@ def test_ranks_of_two_instances_may_differ(kind: str, ranks: str) -> None:
 
                 run(ask_pairs)
             assert [[bool(each) for each in of_pair] for of_pair in found] == [[drops] * len(PROMPTS)] * len(pairs), found
+
+
+def test_data_parallel_ranks_of_prefill_hand_over_the_rooms_that_are_theirs() -> None:
+    """Two copies of a prefill behind one HTTP port; SGLang sends each request to the one that its room names."""
+    grid = Grid()
+    bootstrap_port, handoffs_port = grid.ports.pick(2), grid.ports.pick(2)
+    copies = ("--dp-size", "2", "--disaggregation-bootstrap-port", str(bootstrap_port))
+    with grid.fleet:
+        single = grid.start("single", "both")
+        prefill = grid.start("prefill", "prefill", arguments=copies, settings={"handoffs_port": handoffs_port})
+        decode = grid.start("decode", "decode", settings={"prefill_dp_size": 2})
+        grid.wait_healthy()
+
+        async def work(session: aiohttp.ClientSession) -> None:
+            for room, ids in enumerate(PROMPTS, 1000):
+                expected = await generate(session, single.base_url, ids)
+                _, decoded = await hand_over(session, prefill, decode, ids, room=room, bootstrap_port=bootstrap_port)
+                assert different(expected, decoded) == "", f"room {room}"
+
+        run(work)

@@ -21,6 +21,8 @@ CONTROLS = [
     ("small-granite4", "tp1", "state"),
     ("small-draft", "tp1", "draft"),
     ("small-eagle", "tp1", "draft"),
+    ("small-mtp", "tp1", "draft"),
+    ("small-llama4", "tp1", "layers"),
 ]
 
 
@@ -37,8 +39,9 @@ def test_what_is_left_out_is_noticed(model: str, shape: str, drop: str) -> None:
 
 
 @pytest.mark.parametrize("mode", list(Mode))
-def test_a_draft_model_guesses_as_well_as_without_a_hand_off(mode: Mode) -> None:
-    code, document = verify("--model", "small-draft", "--mode", mode, *REQUESTS)
+@pytest.mark.parametrize("model", ["small-draft", "small-mtp"])
+def test_a_draft_guesses_as_well_as_without_a_hand_off(model: str, mode: Mode) -> None:
+    code, document = verify("--model", model, "--mode", mode, *REQUESTS)
     assert code == 0, document["problems"]
     assert document["accepted"] >= 0.9 * document["accepted_alone"] > 0
 

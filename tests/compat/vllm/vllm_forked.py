@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from kvbaton.launch.fleet import FleetPart, answers_ok
+from kvbaton.launch.fleet import KEPT_LOGS_VARIABLE, FleetPart, answers_ok
 from watching import is_running, wait_until
 
 __all__ = ["FORKING", "ForkedFleet"]
@@ -52,7 +52,7 @@ class ForkedFleet:
     """What a `Server` needs of a `Fleet`, for one forked server."""
 
     def __init__(self) -> None:
-        self.log_directory = Path(tempfile.mkdtemp(prefix="kvbaton-"))
+        self.log_directory = Path(tempfile.mkdtemp(prefix="kvbaton-", dir=os.environ.get(KEPT_LOGS_VARIABLE)))
         self._pid = 0
         self._log = self._url = ""
 
@@ -82,4 +82,5 @@ class ForkedFleet:
             wait_until(lambda: not is_running(self._pid), "it ends", _END_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
-        shutil.rmtree(self.log_directory, ignore_errors=True)
+        if not os.environ.get(KEPT_LOGS_VARIABLE):
+            shutil.rmtree(self.log_directory, ignore_errors=True)

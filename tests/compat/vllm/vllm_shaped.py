@@ -83,6 +83,8 @@ KIND_CASES = _cases(
         "small-granite4",
         "small-draft",
         "small-eagle",
+        "small-mtp",
+        "small-llama4",
     ],
     [("tp2", "tp1"), ("tp1", "tp1"), ("tp1", "tp2")],
 )

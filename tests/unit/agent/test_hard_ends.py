@@ -96,7 +96,7 @@ def test_time_ends_a_source_although_its_target_lives(state: SourceState) -> Non
     INTO_SOURCE[state](rig)
     assert rig.side.live[KEY].state is state
     lived_s = _let_target_live(rig, 10 * CAP_S)
-    assert lived_s <= (QUEUE_S if state is SourceState.QUEUED else CAP_S)
+    assert lived_s <= CAP_S
     if KEY in rig.side.live:
         assert rig.side.live[KEY].state in SOURCE_QUARANTINE
         rig.clock.now += 100 * CAP_S
@@ -119,6 +119,26 @@ def test_a_source_that_was_queued_too_long_states_it() -> None:
     assert isinstance(ended, SourceEnded)
     assert ended.outcome is Outcome.EXPIRED
     assert f"queued for {LIMITS.queue_timeout:g} s" in ended.reason
+
+
+def test_a_target_that_queues_does_not_use_up_the_time_that_its_source_waits_for_it() -> None:
+    """It may come late, and wait for memory then; each wait has its limit, from its own beginning."""
+    rig = SourceRig()
+    rig.expect()
+    rig.clock.now += LIMITS.queue_timeout - 1
+    rig.side.on_heartbeat(T1, Heartbeat(False, ((KEY, 0),)))
+    come_at = rig.clock.now
+    while rig.clock.now < come_at + LIMITS.hold_cap - 1:
+        rig.clock.now += 1
+        rig.side.on_heartbeat(T1, Heartbeat(False, ((KEY, 0),)))
+        rig.side.tick()
+    assert rig.side.live[KEY].state is SourceState.QUEUED
+    rig.clock.now += 1
+    rig.side.tick()
+    (ended,) = rig.take_events()
+    assert isinstance(ended, SourceEnded)
+    assert ended.outcome is Outcome.EXPIRED, "heartbeats alone keep it no longer than the cap"
+    assert f"granted nothing for {LIMITS.hold_cap:g} s" in ended.reason
 
 
 def test_a_source_that_is_computed_on_and_on_lives_as_long_as_that() -> None:

@@ -662,3 +662,35 @@ def test_another_prompt_under_the_key_of_a_stopped_parked_grant_is_not_ended(rig
     rig.expect("another")
     assert rig.take_events() == []
     assert rig.state() is SourceState.QUEUED
+
+
+def test_one_grant_is_refused_for_a_request_that_the_engine_refused_before(rig: Rig) -> None:
+    rig.side.refuse(KEY, "too long")
+    rig.side.on_grant(T1, grant())
+    assert KEY not in rig.side.live
+    rig.side.on_grant(T1, grant())
+    first, again = rig.sent(Over)
+    assert first == again, "the first answer may be lost"
+    assert (first.outcome, first.reason) == (Outcome.FAILED, "too long")
+    rig.side.on_grant(T2, grant())
+    assert rig.state() is SourceState.PARKED, "a later one is about another request of the same key"
+
+
+def test_a_long_reason_of_a_refusal_is_cut(rig: Rig) -> None:
+    rig.side.refuse(KEY, "x" * 10_000)
+    rig.side.on_grant(T1, grant())
+    (end,) = rig.sent(Over)
+    assert len(end.reason) == MAX_REASON
+
+
+def test_what_the_engine_refused_is_forgotten_in_time_and_when_it_is_asked_for_again(rig: Rig) -> None:
+    rig.side.refuse(KEY, "too long")
+    rig.clock.now += LIMITS.defer_timeout
+    rig.side.on_grant(T1, grant())
+    assert rig.state() is SourceState.PARKED
+    rig.side.refuse(KEY, "too long")
+    assert KEY not in rig.side.live, "the grant that waited is over"
+    rig.side.refuse(KEY, "too long")
+    rig.expect()
+    rig.side.on_grant(T2, grant())
+    assert rig.state() is SourceState.STREAMING

@@ -98,6 +98,18 @@ def test_what_only_reads_is_not_asked_to_write() -> None:
     assert "tcp is left out: it only reads, the owner of the target memory copies" in told
 
 
+def test_writes_of_the_drop_in_stand_beside_reads_of_local_in_the_same_run() -> None:
+    subjects = ("mori", "local, process_vm_readv")
+    bench = WireBench((64 * KIB,), (MIB,), (2,), subjects=subjects, rounds=2, idle_s=0.0, direction=Direction.WRITE)
+    report = run_wire_bench(bench)
+    assert report.problems == []
+    rates = {row.name: (row.peer, row.settings["direction"]) for row in report.rows if row.unit == "GB/s"}
+    assert rates == {
+        "mori: 64 KiB x 2 peers": ("local, process_vm_readv", "write"),
+        "local, process_vm_readv: 64 KiB x 2 peers": ("", "read"),
+    }
+
+
 def test_settings_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigError, match="unknown subject 'pigeon'"):
         WireBench(subjects=("pigeon",))

@@ -31,10 +31,10 @@ class OneWay:
         self._ways = ways
         self.name = ("table", "folding", "instruction")[ways]
 
-    def sums(self, region: Region, pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
+    def sums(self, start: int, region_bytes: int, pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
         self._loops.limit_sums(self._ways)
         try:
-            return self._loops.sums(region, pieces, ends, value)
+            return self._loops.sums(start, region_bytes, pieces, ends, value)
         finally:
             self._loops.limit_sums(ALL_WAYS)
 
@@ -95,6 +95,26 @@ def test_control_one_changed_bit_changes_the_sum(loops: Loops | OneWay | None, a
     changed[at] ^= 1
     pieces = [(100, 64), (164, 4032)]
     assert sum_of(loops, pieces, region=changed) != sum_of(loops, pieces)
+
+
+@WAYS
+@pytest.mark.parametrize("size", [(256 << 10) - 1, 256 << 10, (256 << 10) + 1])
+@pytest.mark.parametrize("at", [0, 8191, 8192, -1])
+def test_control_a_changed_bit_shows_in_sums_with_and_without_the_interpreters_lock(
+    loops: Loops | OneWay | None, size: int, at: int
+) -> None:
+    region = np.resize(REGION, size)
+    pieces = [(0, 8192), (8192, size - 8192)]
+    whole = sums_of(loops, pieces, [1, 2], region=region)
+    assert whole == [zlib.crc32(region[:8192].tobytes()), zlib.crc32(region[8192:].tobytes())]
+    region[at] ^= 1
+    assert sums_of(loops, pieces, [1, 2], region=region) != whole
+
+
+@WAYS
+def test_more_pieces_than_are_summed_at_once(loops: Loops | OneWay | None) -> None:
+    pieces = [(at, 3) for at in range(1025)]
+    assert sum_of(loops, pieces) == zlib.crc32(b"".join(REGION[at : at + 3].tobytes() for at in range(1025)))
 
 
 @WAYS

@@ -5,22 +5,26 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
-from tcp_rig import CONTENT, SOURCE, complete, dial, make, read
+from tcp_rig import CONTENT, SOURCE, complete, dial, make, read, shake_hands
 
 from kvbaton.errors import ConfigError, TransportError
 from kvbaton.transport.base import Batch, Direction, Region, TransportSettings
 from kvbaton.transport.choose import open_transport
-from kvbaton.transport.tcp import TcpTransport
-from kvbaton.wire.tls import ClusterTls
+from kvbaton.transport.tcp import TcpTransport, server
+from kvbaton.transport.tcp.wire import pack_request
+from kvbaton.wire import metering
+from kvbaton.wire.tls import ClusterTls, TlsSocket
 from tls_files import expired_files, other_tls, our_tls
 from watching import wait_until
 
@@ -169,3 +173,97 @@ def test_a_peer_that_never_ends_its_handshake_costs_one_timeout() -> None:
         finally:
             stop.set()
             thread.join()
+
+
+class HandshakeTimes:
+    """In place of `time` in a server: time stands still, and each step of a handshake takes ten milliseconds of work."""
+
+    def __init__(self) -> None:
+        self.passed_s = 0.0
+        self.steps = 0
+
+    def monotonic(self) -> float:
+        return self.passed_s
+
+    def thread_time(self) -> float:
+        return self.steps * 0.01
+
+
+@pytest.mark.parametrize("is_contended", [True, False])
+def test_a_flood_of_handshakes_has_a_fifth_of_the_thread_while_a_reader_needs_it(
+    is_contended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times, whole = HandshakeTimes(), TlsSocket.do_handshake
+
+    def counted(sock: TlsSocket, block: bool = False) -> None:
+        times.steps += bool(sock.server_side)
+        whole(sock, block)
+
+    monkeypatch.setattr(TlsSocket, "do_handshake", counted)
+    monkeypatch.setattr(server, "time", times)
+    monkeypatch.setattr(metering, "time", times)
+    size = 16 << 20
+    with (
+        closing(make("source", bytes(size), tls=our_tls())) as source,
+        closing(make("target", bytes(size), tls=our_tls())) as target,
+        ExitStack() as flood,
+    ):
+        if is_contended:  # a reader that does not take what it has asked for, so that the server is never without work
+            slow = flood.enter_context(our_tls().client.wrap_socket(dial(source.endpoint())))
+            shake_hands(slow, source.endpoint())
+            slow.sendall(pack_request(1, np.array([[0, 0, size]], np.uint64)))
+            times.passed_s += 1.0
+        target.connect(SOURCE, source.endpoint())
+        assert read(target).error == ""
+        times.passed_s += 1.0
+        before = times.steps
+        for _ in range(40):
+            sock = flood.enter_context(dial(source.endpoint()))
+            sock.sendall(first_flight())
+        if not is_contended:
+            wait_until(lambda: times.steps - before == 40, "all handshakes are served at once")
+            return
+        for _ in range(20):
+            assert read(target).error == ""
+        # The burst is two steps, and ends with the third. Half a second later there is a share for the burst again.
+        wait_until(lambda: times.steps - before == 3, "the burst is served")
+        for _ in range(20):
+            assert read(target).error == ""
+        assert times.steps - before == 3
+
+        def have_served(steps: int) -> bool:
+            return times.steps - before >= steps
+
+        for number in range(1, 9):  # less than the five seconds that each has for its handshake
+            times.passed_s += 0.5
+            wait_until(partial(have_served, 3 + 2 * number), "the next ones are served")
+            assert read(target).error == ""
+            assert times.steps - before <= 3 + 3 * number
+
+
+def first_flight() -> bytes:
+    """What a member of the cluster sends first."""
+    outgoing = ssl.MemoryBIO()
+    tls = our_tls().client.wrap_bio(ssl.MemoryBIO(), outgoing)
+    with contextlib.suppress(ssl.SSLWantReadError):
+        tls.do_handshake()
+    return outgoing.read()
+
+
+@pytest.mark.parametrize("size", [30_000, 40_000])
+def test_a_handshake_without_an_end_is_ended_by_its_bytes(size: int, caplog: pytest.LogCaptureFixture) -> None:
+    message = b"\x01" + (120_000).to_bytes(3, "big") + b"\x03\x03" + bytes(size)
+    with pair(our_tls(), our_tls()) as (source, target), caplog.at_level(logging.WARNING), dial(source.endpoint()) as sock:
+        for at in range(0, len(message), 8000):
+            part = message[at : at + 8000]
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(b"\x16\x03\x01" + len(part).to_bytes(2, "big") + part)
+        target.connect(SOURCE, source.endpoint())
+        assert read(target).error == ""
+        if size == 30_000:
+            assert source._server.refused_total == 0
+            assert len(source._server._unknown) == 1
+            return
+        wait_until(lambda: source._server.refused_total == 1, "it is refused")
+        assert "the handshake of TLS is not over after" in caplog.text
+        assert not source._server._unknown

@@ -155,3 +155,47 @@ def test_a_silent_handshake_has_the_deadline_of_every_unknown_peer(parts: ExitSt
         list(door.receive())
     door.wait(0.01)
     assert ended == [EndCause.SILENT]
+
+
+def unfinished_hello(size: int) -> bytes:
+    """The beginning of a ClientHello that announces 120,000 bytes, in records of TLS."""
+    message = b"\x01" + (120_000).to_bytes(3, "big") + b"\x03\x03" + bytes(size)
+    return b"".join(
+        b"\x16\x03\x01" + len(part).to_bytes(2, "big") + part
+        for part in (message[at : at + 8000] for at in range(0, len(message), 8000))
+    )
+
+
+def test_what_tls_keeps_of_unknown_peers_is_in_their_budget(parts: ExitStack) -> None:
+    """Twelve handshakes of 20,000 bytes that are not over; 100,000 are the budget of all."""
+    ended: list[tuple[PeerConnection, EndCause, str]] = []
+    limits = DoorLimits(unknown_bytes=100_000, guaranteed_s=60.0, unknown_share=1.0)
+    door = Door(limits, lambda *end: ended.append(end), tls=our_tls(), key=KEY)
+    parts.callback(door.close)
+    port = PortPicker().pick()
+    door.listen(listen_on("127.0.0.1", port))
+    for number in range(12):
+        sock = parts.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+        sock.sendall(unfinished_hello(20_000))
+
+        def is_taken(count: int = number + 1) -> bool:
+            door.wait(0.005)
+            assert not list(door.receive())
+            held = sum(each.tls.handshake_bytes for each in door._unknown if each.tls is not None)
+            assert held <= 100_000
+            return held == min(count, 4) * 20_021
+
+        wait_until(is_taken, "its bytes are taken")
+    assert [(cause, detail) for _, cause, detail in ended] == [(EndCause.NO_ROOM, "too many bytes of unfinished messages")] * 8
+    assert len(door) == 4
+
+
+def test_a_handshake_without_an_end_is_refused(parts: ExitStack) -> None:
+    two = Two(parts, our_tls(), our_tls(), KEY)
+    with socket.create_connection(("127.0.0.1", two.port), timeout=10) as sock:
+        sock.sendall(unfinished_hello(40_000))
+        two.until(lambda: bool(two.listener.ended), "it is ended")
+    assert two.listener.causes == {EndCause.TLS_FAILED}
+    assert "the handshake of TLS is not over after" in two.listener.reasons
+    two.until(lambda: bool(two.dialler.opened), "the other connection is open")
+    assert all(each.buffered == 0 for each in two.listener.door.known)

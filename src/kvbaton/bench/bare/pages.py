@@ -5,6 +5,7 @@ Its pool hands out what was freed last first: a late write would show.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Sequence
 
@@ -62,9 +63,10 @@ SMALL = CacheShape()
 """2 KiB per token: many hand-offs fit into little memory."""
 
 
-def _tag_of(key: HandoffKey) -> int:
+@functools.lru_cache(maxsize=8192)
+def _tag_of(key: HandoffKey) -> np.uint32:
     """What is added to every word of this hand-off's cache."""
-    return zlib.crc32(str(key).encode()) | 1
+    return np.uint32(zlib.crc32(str(key).encode()) | 1)
 
 
 def spans_of(shape: CacheShape, tokens: int, chunk_tokens: int) -> tuple[Span, ...]:
@@ -106,29 +108,32 @@ class TaggedPages:
 
     def poison(self, blocks: BlockLists) -> None:
         """Fill blocks with a pattern that belongs to no hand-off."""
-        self.data[:, :, np.asarray(blocks[0], np.intp)] = _POISON
+        for block in blocks[0]:
+            self.data[:, :, block] = _POISON
 
     def write(self, key: HandoffKey, blocks: BlockLists, span: Span) -> None:
-        """Compute one span, as a model would: fill the pages it lies in with what belongs to `key`."""
-        size = self.shape.block_tokens
-        pages = slice(span.first_token // size, self.shape.blocks_for(span.end_token))
+        """Compute one span, as a model would: fill the pages it lies in with what belongs to `key`.
+
+        Page by page: a span has few, and lists as indices cost more than all that the agents do for it.
+        """
+        size, tag = self.shape.block_tokens, _tag_of(key)
         layers = slice(span.first_layer, span.end_layer)
-        ids = np.asarray(blocks[0][pages], np.intp)
-        self.data[layers, :, ids] = self._places[layers, :, pages] + np.uint32(_tag_of(key))
+        for page in range(span.first_token // size, self.shape.blocks_for(span.end_token)):
+            np.add(self._places[layers, :, page], tag, out=self.data[layers, :, blocks[0][page]])
 
     def foreign_bytes(self, key: HandoffKey, blocks: BlockLists, tokens: int) -> int:
         """How many bytes of the first `tokens` tokens are not those of `key`, and how many beyond them are no longer poison."""
         ids = np.asarray(blocks[0], np.intp)
         by_token = (self.shape.layers, _PLANES, len(ids) * self.shape.block_tokens, self.shape.words)
         found = self.data[:, :, ids].reshape(by_token)
-        wanted = (self._places[:, :, : len(ids)] + np.uint32(_tag_of(key))).reshape(by_token)
+        wanted = (self._places[:, :, : len(ids)] + _tag_of(key)).reshape(by_token)
         wanted[:, :, tokens:] = _POISON
         return int(np.count_nonzero(found.view(np.uint8) != wanted.view(np.uint8)))
 
     def foreign_sample(self, key: HandoffKey, blocks: BlockLists, tokens: int) -> int:
         """How many bytes of the first token of each block, in all layers and planes, are not those of `key`; cheap."""
         ids = np.asarray(blocks[0][: self.shape.blocks_for(tokens)], np.intp)
-        wanted = self._places[:, :, : len(ids), 0] + np.uint32(_tag_of(key))
+        wanted = self._places[:, :, : len(ids), 0] + _tag_of(key)
         return int(np.count_nonzero(self.data[:, :, ids, 0] != wanted)) * 4
 
 

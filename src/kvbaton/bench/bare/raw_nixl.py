@@ -152,6 +152,9 @@ class RawNixlAgents:
     def decline(self, request: SourceRequest, reason: str) -> None:
         raise Bug(f"{request.key}: raw NIXL declines nothing ({reason})")
 
+    def refuse(self, key: HandoffKey, reason: str) -> None:
+        raise Bug(f"{key}: raw NIXL refuses nothing ({reason})")
+
     def cancel(self, key: HandoffKey, side: Side | None = None) -> None:
         raise Bug(f"{key}: raw NIXL cancels nothing ({side})")
 

@@ -147,11 +147,12 @@ class _Point:
 
 @dataclass(slots=True)
 class _WireEntrant:
-    """One subject with its peers, while it takes part."""
+    """One subject with its peers, while it takes part; `direction` is READ for one that cannot write and is compared with."""
 
     name: str
     subject: WireSubject
     peers: list[PeerProcess]
+    direction: Direction
     posted_s: dict[str, list[float]] = field(default_factory=dict)
     processor_s: dict[str, list[float]] = field(default_factory=dict)
 
@@ -198,22 +199,24 @@ def _groups(subjects: tuple[str, ...]) -> list[tuple[str, ...]]:
 @contextlib.contextmanager
 def _opened(bench: WireBench, names: tuple[str, ...], peers: int, report: Progress) -> Iterator[list[_WireEntrant]]:
     largest = max(bench.batch_bytes)
+    compared = {beside_of(name) for name in bench.subjects if can_write(name)}
     with contextlib.ExitStack() as stack:
         entries: list[_WireEntrant] = []
         for name in names:
-            if bench.direction is Direction.WRITE and not can_write(name):
+            direction = bench.direction if can_write(name) else Direction.READ
+            if direction is not bench.direction and name not in compared:
                 report(f"{name} is left out: it only reads, the owner of the target memory copies")
                 continue
-            processes = [PeerProcess(name, SPREAD * (largest // peers), seed, bench.direction) for seed in range(peers)]
+            processes = [PeerProcess(name, SPREAD * (largest // peers), seed, direction) for seed in range(peers)]
             for process in processes:
                 stack.callback(process.close)
             try:
-                subject = open_subject(name, SPREAD * largest, processes, bench.direction)
+                subject = open_subject(name, SPREAD * largest, processes, direction)
             except ConfigError as error:
                 report(f"{name} is left out: {error}")
                 continue
             stack.callback(subject.close)
-            entries.append(_WireEntrant(name, subject, processes))
+            entries.append(_WireEntrant(name, subject, processes, direction))
         yield entries
 
 
@@ -223,12 +226,12 @@ def _measure(bench: WireBench, point: _Point, entries: list[_WireEntrant], round
     problems: list[str] = []
     for number in range(-1, bench.rounds):
         each = point.bytes_per_peer
-        batches = [make(each, point.block_bytes, 1000 * peer + number + 1) for peer in range(point.peers)]
-        for peer, runs in enumerate(batches):
-            runs[:, 1 if bench.direction is Direction.READ else 0] += runs.dtype.type(peer * SPREAD * each)
         for entry in entries if number % 2 else entries[::-1]:
-            seconds, posted, processor = _time_one(bench, entry, batches)
-            if not _is_right(bench, entry, batches):
+            batches = [make(each, point.block_bytes, 1000 * peer + number + 1) for peer in range(point.peers)]
+            for peer, runs in enumerate(batches):
+                runs[:, 1 if entry.direction is Direction.READ else 0] += runs.dtype.type(peer * SPREAD * each)
+            seconds, posted, processor = _time_one(entry, batches)
+            if not _is_right(entry, batches):
                 problems.append(f"{entry.name}, {point}, round {number}: wrong bytes")
             if number < 0:
                 continue
@@ -239,8 +242,8 @@ def _measure(bench: WireBench, point: _Point, entries: list[_WireEntrant], round
     return problems
 
 
-def _time_one(bench: WireBench, entry: _WireEntrant, batches: list[Runs]) -> tuple[float, float, float]:
-    for target in [entry.subject.memory] if bench.direction is Direction.READ else [peer.memory for peer in entry.peers]:
+def _time_one(entry: _WireEntrant, batches: list[Runs]) -> tuple[float, float, float]:
+    for target in [entry.subject.memory] if entry.direction is Direction.READ else [peer.memory for peer in entry.peers]:
         target[:] = POISON
     processor = _processor_s(entry)
     started = time.perf_counter()
@@ -249,12 +252,12 @@ def _time_one(bench: WireBench, entry: _WireEntrant, batches: list[Runs]) -> tup
     return seconds, posted, _processor_s(entry) - processor
 
 
-def _is_right(bench: WireBench, entry: _WireEntrant, batches: list[Runs]) -> bool:
+def _is_right(entry: _WireEntrant, batches: list[Runs]) -> bool:
     """Whether every byte is where it belongs, and no other was touched."""
     here, pairs = entry.subject.memory, list(zip(batches, entry.peers, strict=True))
     if entry.name in RAW and RAW[entry.name].is_stream:
         return _is_streamed(here, pairs)
-    writes = bench.direction is Direction.WRITE
+    writes = entry.direction is Direction.WRITE
     moves = [(runs, here, peer.memory) if writes else (runs, peer.content, here) for runs, peer in pairs]
     is_right = all(is_copied(*move) for move in moves)
     for runs, _, target in moves:
@@ -285,7 +288,7 @@ def _rows(bench: WireBench, point: _Point, entries: list[_WireEntrant], rounds: 
             "batch_bytes": point.batch_bytes,
             "peers": point.peers,
             "layout": bench.layout,
-            "direction": str(bench.direction),
+            "direction": str(entry.direction),
             "blocks": moved // point.block_bytes,
             "post_ms": round(1e3 * statistics.median(entry.posted_s[key]), 3),
             "cpu_s_per_gb": round(statistics.median(entry.processor_s[key]) / (moved / 1e9), 3),

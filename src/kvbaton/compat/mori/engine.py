@@ -29,8 +29,10 @@ from kvbaton.compat.mori.settings import (
     auto_xgmi,
     chosen_paths,
     drops_stores,
+    kept_counts,
     node_id,
-    stored_counts,
+    set_log_level_of_environment,
+    sq_backoff_s,
 )
 from kvbaton.compat.mori.status import TransferStatus, failed_status, pending_status, wait_all
 from kvbaton.core.card import Endpoint
@@ -38,7 +40,7 @@ from kvbaton.core.plan import Runs
 from kvbaton.errors import KVBatonError, PeerError, QueueFull, RangeError, TransportError
 from kvbaton.transport.base import Direction, TransportSettings
 from kvbaton.transport.exchange.base import MemoryHandle, TransferRequest
-from kvbaton.transport.exchange.channel import ExchangeChannel
+from kvbaton.transport.exchange.channel import ExchangeChannel, Transit
 from kvbaton.transport.exchange.service import MemoryExchange
 
 __all__ = ["IOEngine", "IOEngineSession"]
@@ -50,6 +52,7 @@ _MAX_REQUEST_BYTES = 1 << 32
 _UIDS = 1 << 32
 _HANDSHAKE_S = 5.0
 _REDIAL_S = 1.0
+_BACKOFF_STEP_S = 0.0002
 _IN_FLIGHT = 8192
 _LOCATION_OF = {"cpu": MemoryLocationType.CPU, "cuda": MemoryLocationType.GPU}
 _NO_BACKEND = "No available backend found, create backend first"
@@ -74,7 +77,7 @@ class IOEngine:
         self._node_id = node_id()
         self._host = config.host or _own_address()
         settings = TransportSettings(host=self._host, port=config.port, max_in_flight=_IN_FLIGHT)
-        self._exchange = MemoryExchange(key, settings, chosen_paths(), listens=False, stored=stored_counts())
+        self._exchange = MemoryExchange(key, settings, chosen_paths(), listens=False, counts=kept_counts())
         self._backends: dict[BackendType, BackendConfig | None] = {}
         self._notifies = False
         self._remotes: dict[str, EngineDesc] = {}
@@ -82,6 +85,8 @@ class IOEngine:
         self._next_memory = 0
         self._next_uid = 0
         self._lock = threading.Lock()
+        self.backoff_s = sq_backoff_s()
+        set_log_level_of_environment()
 
     def get_engine_desc(self) -> EngineDesc:
         """What peers need to know of this engine."""
@@ -101,8 +106,9 @@ class IOEngine:
             return
         if type is BackendType.RDMA:
             config = config if isinstance(config, RdmaBackendConfig) else RdmaBackendConfig()
+            config = config.overridden()
             config.check()
-            self._notifies = config.notifies
+            self._notifies = config.enable_notification
         try:
             self._exchange.listen(keeps_notices=self._notifies)
         except KVBatonError as error:
@@ -234,6 +240,11 @@ class IOEngine:
         by_xgmi = BackendType.XGMI in self._backends and gpus
         return self._notifies and BackendType.RDMA in self._backends and not by_xgmi
 
+    def refused(self, code: StatusCode, message: str) -> TransferStatus:
+        """The status of a transfer that fails at the call."""
+        self._exchange.count_refused()
+        return failed_status(code, message)
+
     def stats(self) -> dict[str, int]:
         """What the exchange counted; an addition of kvbaton's."""
         return dict(self._exchange.stats())
@@ -246,7 +257,7 @@ class IOEngine:
         lists = _arguments(args)
         lengths = {len(each) for each in lists}
         if len(lengths) != 1:
-            return [failed_status(StatusCode.ERR_INVALID_ARGS, "batch: lists of unequal length") for _ in range(max(lengths))]
+            return [self.refused(StatusCode.ERR_INVALID_ARGS, "batch: lists of unequal length") for _ in range(max(lengths))]
         return [self._post(direction, *each) for each in zip(*lists, strict=True)]
 
     def _post(self, direction: Direction, *args: Any) -> TransferStatus:
@@ -254,7 +265,7 @@ class IOEngine:
         try:
             session = IOEngineSession(self, *self._pair(local, remote))
         except _RefusedCall as error:
-            return failed_status(error.code, str(error))
+            return self.refused(error.code, str(error))
         session.open(is_probed=False)
         return session.post(direction, local_offsets, remote_offsets, sizes, uid, notifies_empty=False)
 
@@ -365,16 +376,29 @@ class IOEngineSession:
         columns = (remote_offsets, local_offsets) if direction is Direction.READ else (local_offsets, remote_offsets)
         try:
             request = TransferRequest(direction, self._own, self._handle, _runs(*columns, sizes), tag)
-            return pending_status(self._linked().post(request))
+            return pending_status(self._started(request))
         except _RefusedCall as error:
-            return failed_status(error.code, str(error))
+            return self._engine.refused(error.code, str(error))
         except RangeError as error:
-            return failed_status(StatusCode.ERR_INVALID_ARGS, f"{_OUT_OF_RANGE}: {error}")
+            return self._engine.refused(StatusCode.ERR_INVALID_ARGS, f"{_OUT_OF_RANGE}: {error}")
         except QueueFull as error:
             counts = f"ep=0 depth={_IN_FLIGHT} requested={len(sizes)} max={_IN_FLIGHT}"
-            return failed_status(StatusCode.ERR_RDMA_OP, f"SQ full (batch): {counts} ({error})")
+            return self._engine.refused(StatusCode.ERR_RDMA_OP, f"SQ full (batch): {counts} ({error})")
         except (TransportError, PeerError) as error:
-            return failed_status(StatusCode.ERR_RDMA_OP, str(error))
+            return self._engine.refused(StatusCode.ERR_RDMA_OP, str(error))
+
+    def _started(self, request: TransferRequest) -> Transit:
+        """Post it. A queue that is full is waited for, as long as MoRI would; raises QueueFull after that."""
+        link, deadline = self._linked(), 0.0
+        while True:
+            try:
+                return link.post(request)
+            except QueueFull:
+                deadline = deadline or time.monotonic() + self._engine.backoff_s
+                if time.monotonic() >= deadline:
+                    raise
+            link.look()
+            time.sleep(_BACKOFF_STEP_S)
 
     def _linked(self) -> ExchangeChannel:
         """The connection; one that broke is tried again, but not more often than a caller can bear to wait for."""

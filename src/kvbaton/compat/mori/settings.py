@@ -6,13 +6,16 @@ import logging
 import os
 import secrets
 import socket
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvbaton.compat.mori.names import MemoryLocationType, PollCqMode
+from kvbaton.transport.exchange.owner import COUNTS as EXCHANGE_COUNTS
 from kvbaton.transport.exchange.service import ExchangePaths
 from kvbaton.transport.table import exchange_names
 
@@ -29,9 +32,11 @@ __all__ = [
     "auto_xgmi",
     "chosen_paths",
     "drops_stores",
+    "kept_counts",
     "node_id",
     "set_log_level",
-    "stored_counts",
+    "set_log_level_of_environment",
+    "sq_backoff_s",
 ]
 
 LOG = logging.getLogger("kvbaton.mori")
@@ -46,8 +51,9 @@ SGLang waits for metadata that it registers as main memory, beside caches that i
 """
 
 COUNTS = "KVBATON_MORI_COUNTS"
-"""A directory in which every engine keeps a file: bytes stored in its memories, and calls that did, as two integers."""
+"""A directory in which every engine keeps a file of integers, as `COUNTS` of the exchange names them."""
 
+_SQ_BACKOFF_S = 5.0
 _MAX_PORT = 65535
 _MIN_CHUNK_BYTES = 4096
 _LEVELS = {
@@ -105,17 +111,51 @@ class RdmaBackendConfig(BackendConfig):
         if self.enable_transfer_chunking and self.chunk_bytes < _MIN_CHUNK_BYTES:
             raise RuntimeError(f"chunk_bytes is {self.chunk_bytes}; it must be at least {_MIN_CHUNK_BYTES}")
 
-    @property
-    def notifies(self) -> bool:
-        """Whether notices are on; the environment wins."""
-        text = os.environ.get("MORI_IO_ENABLE_NOTIFICATION", "").strip().lower()
-        if text in ("0", "false", "off", "no"):
-            return False
-        if text in ("1", "true", "on", "yes"):
-            return True
-        if text:
-            LOG.warning("MORI_IO_ENABLE_NOTIFICATION is %r, which is neither 0 nor 1; it is ignored", text)
-        return self.enable_notification
+    def overridden(self) -> RdmaBackendConfig:
+        """These settings, with what the environment overrides; invalid values are ignored with a warning, as with MoRI."""
+        found = {
+            field: value for name, (field, parse) in _OVERRIDES.items() if (value := _from_environment(name, parse)) is not None
+        }
+        return replace(self, **found)
+
+
+def _flag(text: str) -> bool | None:
+    return {"0": False, "false": False, "off": False, "no": False, "1": True, "true": True, "on": True, "yes": True}.get(text)
+
+
+def _positive(text: str) -> int | None:
+    return int(text) if text.isdecimal() and int(text) > 0 else None
+
+
+def _poll_mode(text: str) -> PollCqMode | None:
+    modes = {"0": PollCqMode.POLLING, "polling": PollCqMode.POLLING, "1": PollCqMode.EVENT, "event": PollCqMode.EVENT}
+    return modes.get(text)
+
+
+_OVERRIDES: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "MORI_IO_ENABLE_NOTIFICATION": ("enable_notification", _flag),
+    "MORI_IO_ENABLE_CHUNKING": ("enable_transfer_chunking", _flag),
+    "MORI_IO_CHUNK_BYTES": ("chunk_bytes", _positive),
+    "MORI_IO_MAX_CHUNKS": ("max_chunks_per_transfer", _positive),
+    "MORI_IO_NUM_NICS_PER_TRANSFER": ("num_nics_per_transfer", _positive),
+    "MORI_IO_QP_PER_TRANSFER": ("qp_per_transfer", _positive),
+    "MORI_IO_POST_BATCH_SIZE": ("post_batch_size", _positive),
+    "MORI_IO_NUM_WORKER_THREADS": ("num_worker_threads", _positive),
+    "MORI_IO_POLL_CQ_MODE": ("poll_cq_mode", _poll_mode),
+    "MORI_IO_QP_MAX_SEND_WR": ("max_send_wr", _positive),
+    "MORI_IO_QP_MAX_CQE": ("max_cqe_num", _positive),
+    "MORI_IO_QP_MAX_MSG_SGE": ("max_msg_sge", _positive),
+    "MORI_IO_QP_MAX_SGE": ("max_msg_sge", _positive),
+}
+"""Variables that override a setting of the RDMA backend, and how each is read."""
+
+
+def _from_environment(name: str, parse: Callable[[str], Any]) -> Any:
+    text = os.environ.get(name, "").strip().lower()
+    value = parse(text) if text else None
+    if text and value is None:
+        LOG.warning("%s is %r, which cannot be used; it is ignored", name, text)
+    return value
 
 
 @dataclass(slots=True)
@@ -139,6 +179,18 @@ def set_log_level(level: str) -> None:
     LOG.setLevel(_LEVELS.get(str(level).lower(), logging.ERROR))
 
 
+def set_log_level_of_environment() -> None:
+    """Set the level that `MORI_IO_LOG_LEVEL` names, or else `MORI_GLOBAL_LOG_LEVEL`, if either does."""
+    if level := os.environ.get("MORI_IO_LOG_LEVEL") or os.environ.get("MORI_GLOBAL_LOG_LEVEL"):
+        set_log_level(level)
+
+
+def sq_backoff_s() -> float:
+    """How long a call waits for room in a queue that is full: `MORI_IO_SQ_BACKOFF_TIMEOUT_US`, else 5 s."""
+    microseconds = _from_environment("MORI_IO_SQ_BACKOFF_TIMEOUT_US", _positive)
+    return _SQ_BACKOFF_S if microseconds is None else microseconds / 1e6
+
+
 def node_id() -> str:
     """The name of this host: `MORI_NODE_ID`, else that of its boot, else the host's."""
     if named := os.environ.get("MORI_NODE_ID"):
@@ -160,13 +212,13 @@ def chosen_paths() -> ExchangePaths:
     return ExchangePaths.named(text if text in exchange_names() else "auto")
 
 
-def stored_counts() -> npt.NDArray[np.int64] | None:
-    """Where an engine counts what was stored in its memories: a file of its own, if a directory is named for them."""
+def kept_counts() -> npt.NDArray[np.int64] | None:
+    """Where an engine counts what it does: a file of its own, if a directory is named for them."""
     directory = os.environ.get(COUNTS, "")
     if not directory:
         return None
     path = Path(directory) / f"{os.getpid()}-{secrets.token_hex(4)}.counts"
-    return np.memmap(path, np.int64, "w+", shape=(2,))
+    return np.memmap(path, np.int64, "w+", shape=(len(EXCHANGE_COUNTS),))
 
 
 def drops_stores(location: MemoryLocationType) -> bool:

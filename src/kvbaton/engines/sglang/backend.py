@@ -28,7 +28,7 @@ from sglang.srt.runtime_context import get_parallel
 from kvbaton.core.topology import RankAt, Shape, rank_port
 from kvbaton.engines.sglang.halves import Poll, SourceHalf, TargetHalf
 from kvbaton.engines.sglang.hooks import current_queue, current_request, report_refused
-from kvbaton.engines.sglang.instance import RankInstance, SglangPlace, model_identity
+from kvbaton.engines.sglang.instance import RankInstance, SglangPlace, model_identity, replica_halves
 from kvbaton.engines.sglang.metadata import MetadataRows
 from kvbaton.engines.sglang.pool import PoolFacts, read_pool
 from kvbaton.engines.sglang.settings import CONFIG_VARIABLE, SglangSettings, parse_settings
@@ -39,12 +39,10 @@ __all__ = ["KVBatonBootstrapServer", "KVBatonManager", "KVBatonReceiver", "KVBat
 
 log = logging.getLogger(__name__)
 
-_WITHOUT = {"attn_cp_size": "context parallelism", "nnodes": "several nodes"}
-_WITHOUT_IN_DECODE = {
-    # A later stage may still use the pages that the first one has freed and grants: no stage waits for the others when it
-    # frees pages.
-    "pp_size": "a pipeline of decode",
-}
+_WITHOUT = {"nnodes": "several nodes"}
+_WITHOUT_IN_DECODE = {"attn_cp_size": "context parallelism of decode", "attn_dcp_size": "context parallelism of decode"}
+_CP_DIVIDES_THE_CACHE = ("enable_cp_tp_group_sharing", "enable_dsa_cache_layer_split", "enable_kv_cache_sharding")
+"""Flags with which no context-parallel rank of prefill has the whole cache; without them each has."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -85,6 +83,7 @@ class KVBatonManager(BaseKVManager):
         queue, parallel = current_queue(), get_parallel()
         role = str(disaggregation_mode.value)
         _check_shape(role, server_args, parallel)
+        self.role = role
         self.dp_size, self.dp_rank = _data_parallel(role, args, parallel)
         settings = parse_settings(os.environ.get(CONFIG_VARIABLE, "")).of_dp_rank(self.dp_size, self.dp_rank)
         model_config = queue.scheduler.model_config
@@ -99,6 +98,16 @@ class KVBatonManager(BaseKVManager):
         )
         pool = read_pool(queue.pool, facts, args, queue.draft if getattr(args, "num_draft_entries", 0) else None)
         _check_release_limit(settings)
+        self.kv_args = args
+        self.page_bytes = pool.page_bytes
+        self.prefill_dp_size = settings.prefill_dp_size
+        self.prefill_info_table: dict[str, Any] = {}
+        self.is_dummy_cp_rank = getattr(parallel, "attn_cp_rank", 0) > 0
+        """SGLang's name for a context-parallel rank behind the first: its cache is the same, and the first hands it over."""
+        self.instance: RankInstance | None = None
+        if self.is_dummy_cp_rank:
+            self.halves = replica_halves(pool)
+            return
         shape = Shape(tp=parallel.attn_tp_size, pp=parallel.pp_size)
         rank = shape.number(RankAt(0, parallel.pp_rank, parallel.attn_tp_rank, 0))
         place = SglangPlace(
@@ -111,8 +120,6 @@ class KVBatonManager(BaseKVManager):
             broadcast=functools.partial(_broadcast, parallel),
         )
         rows = MetadataRows.of(queue.metadata, args)
-        self.kv_args = args
-        self.prefill_info_table: dict[str, Any] = {}
         self.instance = RankInstance(settings, place, pool, rows, model_identity(model_config, server_args, settings))
         self.halves = self.instance.halves
         report_refused(self.refuse)
@@ -130,11 +137,11 @@ class KVBatonManager(BaseKVManager):
     def refuse(self, request: Any) -> None:
         """SGLang has refused a request before it had a sender or receiver; the other side must not wait for it."""
         try:
-            if self.instance.place.role == "prefill":
-                self.halves.refuse_target(request.bootstrap_room)
+            why = getattr(request.finished_reason, "message", request.finished_reason)
+            if self.role == "prefill":
+                self.halves.refuse_target(request.bootstrap_room, f"prefill refused it: {why}")
             else:
                 address = f"{request.bootstrap_host}:{request.bootstrap_port}"
-                why = getattr(request.finished_reason, "message", request.finished_reason)
                 self.halves.refuse_source(request.bootstrap_room, address, f"decode refused it: {why}")
         except Exception:  # see `_contained`
             log.exception("room %s: its peer was not notified that it is refused here", request.bootstrap_room)
@@ -145,8 +152,8 @@ class KVBatonManager(BaseKVManager):
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Always: the agents handshake with the source while the request waits for pages, and check more than SGLang does."""
         # What SGLang's scheduler reads of a prefill instance before it makes a request's pages; the agents check the rest.
-        size = self.instance.settings.prefill_dp_size
-        self.prefill_info_table[bootstrap_addr] = SimpleNamespace(dp_size=size, follow_bootstrap_room=True)
+        known = SimpleNamespace(dp_size=self.prefill_dp_size, follow_bootstrap_room=True)
+        self.prefill_info_table[bootstrap_addr] = known
         return True
 
     def is_abort_release_safe(self, room: int, required_acks: int) -> bool:
@@ -212,6 +219,9 @@ class _SenderOrReceiver:
 class KVBatonSender(_SenderOrReceiver, BaseKVSender):
     """One prefill for a hand-off."""
 
+    _early_send_wait_event: Any = None
+    """Set by SGLang before `send`, where the pages of that chunk may still be written: an event of the device, or None."""
+
     def __init__(
         self, mgr: KVBatonManager, bootstrap_addr: str, bootstrap_room: int, req_has_disagg_prefill_dp_rank: bool = False
     ) -> None:
@@ -221,6 +231,7 @@ class KVBatonSender(_SenderOrReceiver, BaseKVSender):
         if not (problem or req_has_disagg_prefill_dp_rank):
             problem = _other_dp_rank(mgr, bootstrap_room)
         self.half = SourceHalf(mgr.halves, bootstrap_room, prompt, problem)
+        self._unsent: list[tuple[Any, list[int], list[list[int]]]] = []
 
     @_contained
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
@@ -229,9 +240,25 @@ class KVBatonSender(_SenderOrReceiver, BaseKVSender):
 
     @_contained
     def send(self, kv_indices: Any, state_indices: list[Any] | None = None, num_kv_tokens: int | None = None) -> None:
-        """A chunk is computed."""
+        """A chunk is computed, or will be when its event has come: it is announced then, in the order of the calls."""
         del num_kv_tokens
-        self.half.send([int(page) for page in kv_indices], _plain_numbers(state_indices))
+        event, self._early_send_wait_event = self._early_send_wait_event, None
+        self._unsent.append((event, [int(page) for page in kv_indices], _plain_numbers(state_indices)))
+        self._send_computed()
+
+    def poll(self) -> int:
+        """The state of the transfer, after what is computed by now was announced."""
+        self._send_computed()
+        return super().poll()
+
+    @_contained
+    def _send_computed(self) -> None:
+        if self.half.state is Poll.FAILED:
+            self._unsent.clear()
+        # The scheduler must not wait for a device; it polls in every turn.
+        while self._unsent and (self._unsent[0][0] is None or self._unsent[0][0].query()):
+            _, pages, state = self._unsent.pop(0)
+            self.half.send(pages, state)
 
     def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
         """The last chunk also without pages: the metadata goes with it."""
@@ -243,7 +270,7 @@ class KVBatonSender(_SenderOrReceiver, BaseKVSender):
         return KVTransferMetric(
             transfer_latency_s=max(0.0, (half.ended_at or time.monotonic()) - half.offered_at) if half.offered_at else None,
             alloc_latency_s=max(0.0, half.granted_at - half.begun_at) if half.granted_at else None,
-            transfer_total_bytes=half.pages_sent * self.kv_mgr.instance.pool.page_bytes,
+            transfer_total_bytes=half.pages_sent * self.kv_mgr.page_bytes,
         )
 
 
@@ -360,9 +387,14 @@ def _check_shape(role: str, server_args: Any, parallel: Any) -> None:
     for name, what in (_WITHOUT | (_WITHOUT_IN_DECODE if role == "decode" else {})).items():
         size = getattr(parallel, name, None) or getattr(server_args, name, None) or 1
         if size > 1:
-            raise ConfigError(
-                f"{name} is {size}: {what} cannot be handed over so far; tensor parallelism and a pipeline of prefill can"
-            )
+            raise ConfigError(f"{name} is {size}: {what} cannot be handed over so far; tensor parallelism and pipelines can")
+    if (getattr(parallel, "attn_cp_size", None) or 1) > 1:
+        for name in _CP_DIVIDES_THE_CACHE:
+            if getattr(parallel, name, False):
+                raise ConfigError(
+                    f"{name} is set with attn_cp_size {parallel.attn_cp_size}: then no rank has the whole cache, and that"
+                    " cannot be handed over so far; leave it out"
+                )
 
 
 def _check_release_limit(settings: SglangSettings) -> None:

@@ -153,11 +153,11 @@ class Halves:
                 source = self.source_at(address, checked, checked % self.settings.prefill_dp_size)
                 self.port.decline(SourceRequest(key, "", source, None, Mode.PUSH), reason)
 
-    def refuse_target(self, room: object) -> None:
-        """SGLang has refused a request before it had a sender: a target that has granted pages for it need not wait."""
+    def refuse_target(self, room: object, reason: str) -> None:
+        """SGLang has refused a request before it had a sender: a target that grants pages for it need not wait."""
         key = self._unused_key(room)
         if key is not None:
-            self.port.cancel(key, Side.SOURCE)
+            self.port.refuse(key, reason)
 
     def _unused_key(self, room: object) -> HandoffKey | None:
         """The key of a room, unless another request here has it, or no request can."""
@@ -402,7 +402,8 @@ class TargetHalf(_Half):
         page_tokens = self.halves.settings.page_tokens
         cached_pages = cached_tokens // page_tokens
         expected = -(-self._tokens // page_tokens) - cached_pages
-        if row is None or row < 0 or len(pages) != expected or cached_tokens % page_tokens:
+        is_cached_wrong = cached_tokens % page_tokens or not 0 <= cached_tokens <= self._tokens
+        if row is None or row < 0 or len(pages) != expected or is_cached_wrong:
             self.fail(
                 f"SGLang has {len(pages)} pages and metadata row {row} for {self._tokens} tokens, {cached_tokens} of them "
                 f"cached; pages of {page_tokens} tokens make that {expected}"

@@ -6,7 +6,7 @@ import logging
 import platform
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from kvbaton.agent.engine_port import AgentStats, HandoffPort
 from kvbaton.agent.rank_sets import RankLoop, RemoteRanks
 from kvbaton.core.addresses import ControlAddress, in_url
 from kvbaton.core.card import RankCard
-from kvbaton.core.handoff import Mode
+from kvbaton.core.handoff import Aux, Mode
 from kvbaton.core.timeline import Observer, no_observer
 from kvbaton.core.topology import Shape
 from kvbaton.discovery.messages import Dispatch
@@ -32,7 +32,7 @@ from kvbaton.engines.instance import (
 from kvbaton.engines.sglang.halves import HalfSettings, Halves
 from kvbaton.engines.sglang.metadata import MetadataRows
 from kvbaton.engines.sglang.pool import CachePool
-from kvbaton.engines.sglang.ranks import FollowerPort, LeaderDriver, Meeting, SglangRank, join, start_rank
+from kvbaton.engines.sglang.ranks import FollowerPort, LeaderDriver, Meeting, ReplicaPort, SglangRank, join, start_rank
 from kvbaton.engines.sglang.settings import SglangSettings
 from kvbaton.engines.vllm.fingerprint import fingerprint
 from kvbaton.errors import LocalError
@@ -40,7 +40,7 @@ from kvbaton.observe.handoffs_server import HandoffsServer
 from kvbaton.observe.records import InstanceInfo
 from kvbaton.observe.timelines import Timelines
 
-__all__ = ["SglangPlace", "RankInstance", "model_identity"]
+__all__ = ["RankInstance", "SglangPlace", "model_identity", "replica_halves"]
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +79,7 @@ class RankInstance:
         self, settings: SglangSettings, place: SglangPlace, pool: CachePool, rows: MetadataRows, model: ModelIdentity
     ) -> None:
         self.settings, self.place, self.pool = settings, place, pool
+        model = replace(model, aux_format=rows.format)
         agents = settings.agents(place.host, place.control_port)
         incarnation = place.broadcast(new_incarnation())
         timelines = _timelines(settings, place, incarnation)
@@ -128,6 +129,7 @@ class RankInstance:
         opened.callback(transport.close)
         own = SglangRank(place.rank, layout, transport.endpoint())
         limits, writes = agents.limits, agents.handoff.unfenced_writes
+        waits_for_all = place.shape.pp > 1
         meeting = Meeting(place.shape.ranks) if place.is_leader else None
         path = place.broadcast(meeting.path if meeting is not None else "")
         self._stats = None
@@ -136,7 +138,7 @@ class RankInstance:
             self._loop, _ = start_rank(
                 place.rank, layouts, transport, orders, limits.transfer_timeout, region, unfenced_writes=writes
             )
-            return FollowerPort(events)
+            return FollowerPort(events, reports_pages=waits_for_all)
         ready, channels, followers = meeting.accept(own)
         layouts = [each.layout for each in ready]
         self._loop, channel = start_rank(0, layouts, transport, None, limits.transfer_timeout, region, unfenced_writes=writes)
@@ -147,7 +149,17 @@ class RankInstance:
         card = instance_card(incarnation, model, limits, cards, place.shape)
         sockets = agents.open_sockets(incarnation)
         opened.callback(sockets.close)
-        driver = LeaderDriver(card, ranks, limits, sockets, lambda: None, agents.handoff, self._observe, followers=followers)
+        driver = LeaderDriver(
+            card,
+            ranks,
+            limits,
+            sockets,
+            lambda: None,
+            agents.handoff,
+            self._observe,
+            followers=followers,
+            waits_for_all=waits_for_all,
+        )
         self._stats = driver.stats
         driver.start()
         return driver
@@ -187,6 +199,13 @@ class RankInstance:
             close = getattr(part, "close", None)
             if close is not None:
                 close()
+
+
+def replica_halves(pool: CachePool) -> Halves:
+    """The halves of a rank whose cache is the same as that of another rank, which hands it over."""
+    settings = HalfSettings(pool.page_tokens, (pool.first_layer, pool.end_layer), pool.tables, announces=False)
+    nothing = Aux(token_id=0, logprob=0.0)
+    return Halves(ReplicaPort(), settings, lambda _: nothing, lambda *_: None)
 
 
 def _lost(reason: str) -> None:

@@ -40,6 +40,8 @@ class MetadataRows:
         if missing:
             raise ConfigError(f"SGLang's metadata buffers lack {', '.join(missing)}; this release has other ones")
         self.row_bytes = sum(buffer.shape[1] for _, buffer in self._buffers)
+        self.format = ", ".join(f"{name} {buffer.shape[1]}" for name, buffer in self._buffers)
+        """Every field with its bytes, in the order in which they travel: two instances have to have the same."""
 
     @classmethod
     def of(cls, metadata: Any, arguments: Any) -> MetadataRows:
@@ -71,12 +73,13 @@ class MetadataRows:
 
     def write(self, row: int, aux: Aux, room: int) -> None:
         """Write what a source has sent. Raises ProtocolError, and writes nothing, when it does not fit this instance."""
+        written = self._view("bootstrap_room", row)
         if aux.opaque:
             self._write_opaque(row, aux.opaque)
         else:
             self._write_numbers(row, aux)
         # Last: SGLang takes the row as complete as soon as there is a room in it.
-        self._view("bootstrap_room", row)[0] = room
+        written[0] = room
 
     def _write_opaque(self, row: int, opaque: bytes) -> None:
         if len(opaque) != self.row_bytes:

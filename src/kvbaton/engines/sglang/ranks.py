@@ -4,6 +4,9 @@ The leader (rank 0) runs the coordinator. Every rank, the leader's own among the
 at the other end of a channel. SGLang polls senders and receivers on every rank, and takes the lowest state of all, so the
 other ranks get the same events as the leader over a second channel.
 
+In a pipeline of decode, a later stage allocates pages after the first one, and may still use those that the first one has
+freed. So the leader grants pages only when every rank has reported its own, and only where all have the same.
+
 The ranks find each other over a socket in a directory that only this user can enter; SGLang's own collectives carry its path.
 """
 
@@ -35,18 +38,20 @@ from kvbaton.agent.engine_port import (
     TargetEnded,
 )
 from kvbaton.agent.rank_sets import RankLoop
+from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.card import Endpoint
-from kvbaton.core.handoff import BlockLists, HandoffKey, Span
+from kvbaton.core.handoff import BlockLists, HandoffKey, Outcome, Span
 from kvbaton.core.layout import Layout
 from kvbaton.core.timeline import Side
 from kvbaton.errors import LocalError
 from kvbaton.transport.base import Region, Transport
 
-__all__ = ["FollowerPort", "LeaderDriver", "Meeting", "SglangRank", "join", "start_rank"]
+__all__ = ["FollowerPort", "LeaderDriver", "Meeting", "ReplicaPort", "SglangRank", "join", "start_rank"]
 
 _READY_S = 300.0
 _SEND_S = 10.0
 _FRAMES_PER_TURN = 256
+_MAX_REPORTED = 4096
 _EVENTS: dict[str, type[Any]] = {each.__name__: each for each in (Drained, Granted, Landed, SourceEnded, TargetEnded)}
 
 
@@ -139,28 +144,123 @@ def start_rank(
     return loop, other
 
 
-class LeaderDriver(Driver):
-    """The agents of an instance in several processes; what is decided is sent to `followers` too."""
+class _RankPages(msgspec.Struct, frozen=True):
+    """A rank to its leader: the blocks that it has allocated for a hand-off, none when it has failed there.
 
-    def __init__(self, *args: Any, followers: Sequence[Channel], **kwargs: Any) -> None:
+    A room may be used again before this arrives: `life` counts the requests of a key, which every rank gets in the same order.
+    """
+
+    key: HandoffKey
+    life: int
+    blocks: BlockLists
+    cached_tokens: int
+
+
+class _Lives:
+    """How many requests there were of each key."""
+
+    def __init__(self) -> None:
+        self._lives: BoundedMap[HandoffKey, int] = BoundedMap(_MAX_REPORTED)
+
+    def begin(self, key: HandoffKey) -> None:
+        self._lives[key] = self._lives.get(key, 0) + 1
+
+    def of(self, key: HandoffKey) -> int:
+        return self._lives.get(key, 0)
+
+
+class LeaderDriver(Driver):
+    """The agents of an instance in several processes; what is decided is sent to `followers` too.
+
+    With `waits_for_all`, blocks are granted when every rank has reported that it has allocated them.
+    """
+
+    def __init__(self, *args: Any, followers: Sequence[Channel], waits_for_all: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._followers = list(followers)
+        self._waits_for_all = waits_for_all
+        self._allocations: dict[HandoffKey, Allocation] = {}
+        self._reported: BoundedMap[HandoffKey, dict[int, _RankPages]] = BoundedMap(_MAX_REPORTED)
+        self._refusals: dict[HandoffKey, str] = {}
+        self._lives = _Lives()
+
+    def expect_source(self, request: SourceRequest) -> None:
+        """Also counts the request, as the other ranks do."""
+        self._lives.begin(request.key)
+        super().expect_source(request)
+
+    def allocated(self, allocation: Allocation) -> None:
+        """The leader has blocks: grant them, at once or when all have them."""
+        if not self._waits_for_all:
+            super().allocated(allocation)
+            return
+        self._allocations[allocation.key] = allocation
+        self._grant_what_all_have()
+
+    def cancel(self, key: HandoffKey, side: Side | None = None) -> None:
+        """Cancel it; what is not granted yet never is."""
+        self._allocations.pop(key, None)
+        super().cancel(key, side)
+
+    def _grant_what_all_have(self) -> None:
+        for rank, follower in enumerate(self._followers, 1):
+            while (frame := follower.receive(0.0)) is not None:
+                pages = msgspec.msgpack.decode(frame, type=_RankPages)
+                self._reported[pages.key] = {**self._reported.get(pages.key, {}), rank: pages}
+        for key, allocation in list(self._allocations.items()):
+            life = self._lives.of(key)
+            reported = {rank: pages for rank, pages in self._reported.get(key, {}).items() if pages.life == life}
+            if len(reported) < len(self._followers):
+                continue
+            del self._allocations[key]
+            self._reported.pop(key, None)
+            others = {rank: pages for rank, pages in reported.items() if not _are_same(allocation, pages)}
+            if others:
+                rank, pages = min(others.items())
+                self._refusals[key] = (
+                    f"rank 0 has the blocks {allocation.blocks} behind {allocation.cached_tokens} cached tokens, and"
+                    f" rank {rank} {pages.blocks} behind {pages.cached_tokens}; the stages of a pipeline need the same ones:"
+                    " try it again"
+                )
+                super().cancel(key, Side.TARGET)
+            else:
+                super().allocated(allocation)
 
     def events(self) -> list[EngineEvent]:
         """Take what was decided, and send it to the other ranks. Called by the scheduler of rank 0 alone."""
-        events = super().events()
+        if self._waits_for_all:
+            self._grant_what_all_have()
+        events = [self._named(event) for event in super().events()]
         if events:
             frame = msgspec.msgpack.encode([(type(event).__name__, event) for event in events])
             for follower in self._followers:
                 follower.send(frame, _SEND_S)
         return events
 
+    def _named(self, event: EngineEvent) -> EngineEvent:
+        """With the reason of a refusal that is this driver's own; a hand-off that is over waits for no blocks."""
+        if isinstance(event, (Landed, TargetEnded)):
+            self._allocations.pop(event.key, None)
+            self._reported.pop(event.key, None)
+        if isinstance(event, TargetEnded) and event.key in self._refusals:
+            return TargetEnded(event.key, event.outcome, self._refusals.pop(event.key))
+        return event
+
+
+def _are_same(allocation: Allocation, pages: _RankPages) -> bool:
+    return (allocation.blocks, allocation.cached_tokens) == (pages.blocks, pages.cached_tokens)
+
 
 class FollowerPort(HandoffPort):
-    """The port of every rank but the leader's: it asks for nothing, and takes the events that the leader sends."""
+    """The port of every rank but the leader's: it asks for nothing, and takes the events that the leader sends.
 
-    def __init__(self, events: Channel) -> None:
+    With `reports_pages`, the leader learns which blocks this rank has allocated.
+    """
+
+    def __init__(self, events: Channel, *, reports_pages: bool) -> None:
         self._channel = events
+        self._reports_pages = reports_pages
+        self._lives = _Lives()
 
     def events(self) -> list[EngineEvent]:
         """Take what the leader has sent; never waits for more."""
@@ -184,13 +284,58 @@ class FollowerPort(HandoffPort):
 
     def offer(self, offer: Offer) -> None: ...
 
-    def expect_source(self, request: SourceRequest) -> None: ...
+    def expect_source(self, request: SourceRequest) -> None:
+        """Counted, as the leader does."""
+        self._lives.begin(request.key)
 
-    def allocated(self, allocation: Allocation) -> None: ...
+    def allocated(self, allocation: Allocation) -> None:
+        """This rank has blocks; the leader grants them."""
+        self._report(allocation.key, allocation.blocks, allocation.cached_tokens)
+
+    def _report(self, key: HandoffKey, blocks: BlockLists, cached_tokens: int) -> None:
+        if self._reports_pages:
+            pages = _RankPages(key, self._lives.of(key), blocks, cached_tokens)
+            self._channel.send(msgspec.msgpack.encode(pages), _SEND_S)
 
     def decline(self, request: SourceRequest, reason: str) -> None: ...
 
-    def cancel(self, key: HandoffKey, side: Side | None = None) -> None: ...
+    def refuse(self, key: HandoffKey, reason: str) -> None: ...
+
+    def cancel(self, key: HandoffKey, side: Side | None = None) -> None:
+        """The leader must not wait for blocks of a rank where the request has failed."""
+        if side is Side.TARGET:
+            self._report(key, (), 0)
+
+
+class ReplicaPort(FollowerPort):
+    """The port of a rank whose cache is a copy of another rank's, which hands it over: nothing is left to do here.
+
+    SGLang takes the lowest state of all ranks, so this one may be ahead: it has a target at once, and has delivered with its
+    last chunk.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[EngineEvent] = []
+        self._reports_pages = False
+
+    def events(self) -> list[EngineEvent]:
+        """Take what was decided here."""
+        events, self._events = self._events, []
+        return events
+
+    def expect_target(self, key: HandoffKey, prompt: str) -> None:
+        """Another rank waits for the target."""
+        del prompt
+        self._events.append(Granted(key))
+
+    def offer(self, offer: Offer) -> None:
+        """Another rank hands it over."""
+        self._events.append(SourceEnded(offer.key, Outcome.DELIVERED))
+
+    def cancel(self, key: HandoffKey, side: Side | None = None) -> None:
+        """It ends here at once: nothing reads this cache."""
+        del side
+        self._events.append(SourceEnded(key, Outcome.CANCELLED, "another rank has the hand-off"))
 
 
 def _receive(channel: Channel, kind: Any, until: float) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvbaton.core.layout import CHUNKED, FULL, MLA, SLIDING_PAGES, HeadRange
+from kvbaton.core.layout import CHUNKED, FULL, INDEX, MLA, SLIDING_PAGES, HeadRange
 from kvbaton.core.topology import head_range
 from kvbaton.engines.vllm.tensors import LayerSpec, StatePart
 from kvbaton.errors import ConfigError
@@ -30,6 +30,8 @@ _KINDS = {
 }
 _QUANTIZED = ("NONE", "FP8_PER_TENSOR")
 """Without scales, or with those of the model's weights, which the fingerprint covers."""
+_INDEXER = "INDEXER"
+"""The role of an MLA cache by which sparse attention chooses tokens."""
 _MAMBA2 = "MAMBA2"
 _GATED_DELTA = "GDN_ATTN"
 
@@ -144,12 +146,16 @@ def _layer_spec(number: int, name: str, spec: Any, facts: CutFacts) -> LayerSpec
             f" be handed over so far: choose a --kv-cache-dtype without such scales"
         )
     is_draft = _is_draft(name, facts)
+    if getattr(getattr(spec, "cache_role", None), "name", "") == _INDEXER:
+        kind = INDEX
     if kind == STATE:
         return LayerSpec(0, kind=kind, block_list=number, is_draft=is_draft, states=_states(name, spec, facts))
     window = spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0) if kind == SLIDING_PAGES else _reach(spec)
     heads, total = _heads(spec.num_kv_heads, facts.draft_heads if is_draft else facts.total_heads, kind, facts)
     # A draft's groups have names of their own, so that a peer without them is refused by those names.
-    return LayerSpec(spec.block_size, heads, total, f"{kind} draft" if is_draft else kind, number, window, is_draft)
+    named = f"{kind} draft" if is_draft else kind
+    # Kernels keep the scales of an index behind the values of all tokens of a block, whatever the shape of the tensor.
+    return LayerSpec(spec.block_size, heads, total, named, number, window, is_draft, whole_blocks=kind == INDEX)
 
 
 def _is_draft(name: str, facts: CutFacts) -> bool:
@@ -162,7 +168,7 @@ def _is_draft(name: str, facts: CutFacts) -> bool:
 
 def _heads(held: int, total: int, kind: str, facts: CutFacts) -> tuple[tuple[HeadRange, ...], int]:
     """The heads of this rank. Layers may have other numbers of heads than the model states; several are never replicated."""
-    if kind == MLA:
+    if kind in (MLA, INDEX):
         return (HeadRange(0, 1),), 1
     if held > 1 or facts.tp_size == 1:
         total = held * facts.tp_size

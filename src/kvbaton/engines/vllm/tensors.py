@@ -85,6 +85,8 @@ class LayerSpec:
     window: int = 0
     is_draft: bool = False
     states: tuple[StatePart, ...] = ()
+    whole_blocks: bool = False
+    """Whether the kernels keep an order of their own inside a block, on every device."""
 
     @property
     def head_count(self) -> int:
@@ -185,7 +187,7 @@ class RegisteredCache:
 
     def _layer(self, tensor: CacheTensor, spec: LayerSpec) -> LayerCache:
         offset = tensor.address - self.address
-        whole = self.device.reorders_blocks
+        whole = self.device.reorders_blocks or spec.whole_blocks
         group = _states(tensor, spec, offset) if spec.states else _attention(tensor, spec, offset, whole_blocks=whole)
         return LayerCache(tensor.layer, spec.block_list, spec.is_draft, group)
 

@@ -52,11 +52,13 @@ _NO_RUNS = np.empty((0, 3), np.uint64)
 
 
 class InFlight:
-    """How many transfers of an exchange are under way, and the limit. Safe to use from any thread."""
+    """How many transfers of an exchange are under way, the limit, and how they ended. Safe to use from any thread."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, ends: memoryview) -> None:
+        """`ends` is where transfers that were posted, succeeded and failed are counted."""
         self._most = most
         self._count = 0
+        self._ends = ends
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -67,11 +69,19 @@ class InFlight:
         with self._lock:
             if self._count >= self._most:
                 raise QueueFull(f"queue full: {self._count} transfers are in flight (max_in_flight {self._most}); wait for one")
+            self._ends[0] += 1
             self._count += 1
 
-    def leave(self) -> None:
+    def refuse(self) -> None:
+        """Count one that was refused before it began: posted, and failed."""
+        with self._lock:
+            self._ends[0] += 1
+            self._ends[2] += 1
+
+    def leave(self, has_failed: bool = False) -> None:
         """Count one less."""
         with self._lock:
+            self._ends[2 if has_failed else 1] += 1
             self._count -= 1
 
 
@@ -130,7 +140,7 @@ class Transit:
             if self._parts:
                 return
             event = self._event
-        self._counter.leave()
+        self._counter.leave(has_failed=bool(self.error))
         if event is not None:
             event.set()
 

@@ -210,7 +210,7 @@ class GpuReader:
         self._sources.find(self._gpu, self._handle)
         return 0, self._handle.memory_bytes
 
-    def copy(self, source_address: int, target_address: int, runs: Runs) -> int:  # noqa: ARG002 - it has offset 0
+    def copy(self, name: tuple[int, int], source_address: int, target_address: int, runs: Runs) -> int:  # noqa: ARG002 - found
         """Copy runs; returns how many bytes. Raises KVBatonError."""
         with self._gpu.lock:
             return self._gpu.copy(self._sources.find(self._gpu, self._handle), target_address, runs)

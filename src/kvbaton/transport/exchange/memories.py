@@ -1,9 +1,10 @@
 """The memories of one exchange: which are live, how many copies are in each, and the board on which peers of this host look.
 
-The *board* is an array at a fixed address of this process: a row per slot with stamp, address and size. A peer on this host
-reads the row before and after it copies out of a memory, with the call that it copies with. A row is written address first and
-stamp last, and cleared stamp first, so a row with the right stamp is complete. Stamps are random and never repeat: what was
-copied while a memory was withdrawn, or its slot given to another one, is noticed by the second look.
+The *board* is an array at a fixed address of this process: a row per slot with stamp, address, size, and for shared memory the
+descriptor (plus 1), the inode and the offset in the file, so that peers can map it. A peer on this host reads the row before
+and after it copies out of a memory, with the call that it copies with. A row is written address first and stamp last, and
+cleared stamp first, so a row with the right stamp is complete. Stamps are random and never repeat: what was copied while a
+memory was withdrawn, or its slot given to another one, is noticed by the second look.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import numpy as np
 
 from kvbaton.errors import ConfigError, RangeError, TransportError
 from kvbaton.transport.exchange.base import MemoryHandle
+from kvbaton.transport.shared_memory import SharedPlace
 
 __all__ = ["BOARD_ROW_BYTES", "MAX_MEMORIES", "MemoryTable", "NoticeTable", "check_place"]
 
 MAX_MEMORIES = 1 << 16
-BOARD_ROW_BYTES = 24
+BOARD_ROW_BYTES = 48
 _MAX_ADDRESS = 1 << 63
-_STAMP, _ADDRESS, _BYTES = 0, 1, 2
+_STAMP, _ADDRESS, _BYTES, _FILE = 0, 1, 2, slice(3, 6)
 
 
 def check_place(address: int, memory_bytes: int) -> None:
@@ -37,7 +39,7 @@ class MemoryTable:
 
     def __init__(self, timeout_s: float, most: int = MAX_MEMORIES) -> None:
         self._timeout_s = timeout_s
-        self._board = np.zeros((most, 3), np.uint64)
+        self._board = np.zeros((most, BOARD_ROW_BYTES // 8), np.uint64)
         self._live: dict[int, tuple[int, int, int]] = {}
         self._unlisted: set[int] = set()
         self._free: list[int] = []
@@ -55,7 +57,9 @@ class MemoryTable:
     def __len__(self) -> int:
         return len(self._live)
 
-    def register(self, address: int, memory_bytes: int, *, is_listed: bool = True) -> MemoryHandle:
+    def register(
+        self, address: int, memory_bytes: int, *, is_listed: bool = True, shared: SharedPlace | None = None
+    ) -> MemoryHandle:
         """Make a memory live; one that is not `is_listed` has no row on the board, as no process could read it that way.
 
         Raises ConfigError for one that no process can have, or when the table is full.
@@ -73,6 +77,7 @@ class MemoryTable:
             if is_listed:
                 row = self._board[slot]
                 row[_ADDRESS], row[_BYTES] = address, memory_bytes
+                row[_FILE] = (0, 0, 0) if shared is None else (shared.fd + 1, shared.inode, shared.offset)
                 row[_STAMP] = stamp
             else:
                 self._unlisted.add(slot)
@@ -130,7 +135,7 @@ class MemoryTable:
             assert on_board == set(self._live) - self._unlisted, "board and table differ"  # noqa: S101
             assert self._unlisted <= set(self._live)  # noqa: S101
             for slot in on_board:
-                assert tuple(int(number) for number in self._board[slot]) == self._live[slot]  # noqa: S101
+                assert tuple(int(number) for number in self._board[slot, : _BYTES + 1]) == self._live[slot]  # noqa: S101
             assert len(self._live) + len(self._free) <= self._next_slot  # noqa: S101
 
 

@@ -40,9 +40,11 @@ from kvbaton.transport.neighbour import Neighbour, ProcessMemory
 from kvbaton.transport.runs import MAX_SLICE_RUNS, RunCursor, check_offsets
 from kvbaton.transport.tcp.wire import CHALLENGE_BYTES, HANDSHAKE_BYTES, Secret, pack_hello, unpack_handshake
 
-__all__ = ["ONE_KIND", "SLICE_RUNS", "ExchangeState", "OwnerSide", "copy_few", "copy_slices"]
+__all__ = ["COUNTS", "ONE_KIND", "SLICE_RUNS", "ExchangeState", "OwnerSide", "copy_few", "copy_slices"]
 
 SLICE_RUNS = 16 * MAX_SLICE_RUNS
+COUNTS = ("stored_bytes_total", "stored_calls_total", "posted_total", "succeeded_total", "failed_total")
+"""What an exchange counts: bytes stored in memories of this side, calls that did; transfers of this side, and their ends."""
 _FEW_RUNS = 64
 ONE_KIND = "both must be main memory, or both memory of GPUs; copy it first"
 _NOT_READABLE = "the initiator's memory cannot be read from here"
@@ -53,7 +55,7 @@ class ExchangeState:
     """What the parts of one exchange share.
 
     dropped:      for negative controls: stamps of memories in which nothing is stored
-    stored:       how many bytes were stored into memories of this side, and by how many calls
+    counts:       what `COUNTS` names, in this order
     gpu:          the GPU that memories of this side lie on, once one does
     """
 
@@ -68,7 +70,7 @@ class ExchangeState:
     helpers: CopyHelpers
     dropped: set[int] = field(default_factory=set)
     inline_bytes: int = INLINE_BYTES
-    stored: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(2, np.int64))
+    counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(COUNTS), np.int64))
     served: dict[CallKind, int] = field(default_factory=lambda: dict.fromkeys(CallKind, 0))
     gpu: ExchangeGpu | None = None
 
@@ -91,7 +93,7 @@ class ExchangeState:
     def count_stored(self, stored_bytes: int) -> None:
         """A call has stored so many bytes here."""
         # Through a view: adding a pair to the array takes longer than copying 8 KiB.
-        counts = self.stored.data
+        counts = self.counts.data
         counts[0] += stored_bytes
         counts[1] += 1
 
@@ -138,7 +140,7 @@ def copy_slices(
         address, _ = state.table.pin(*target_name)
         try:
             is_dropped = target_name[1] in state.dropped
-            moved = int(piece[:, 2].sum()) if is_dropped else source.copy(source_address, address, piece)
+            moved = int(piece[:, 2].sum()) if is_dropped else source.copy(source_name, source_address, address, piece)
         finally:
             state.table.unpin(target_name[0])
         cursor.advance(moved)

@@ -1,4 +1,7 @@
-"""Reads the memories of another process of this host: its board, which shows what is live, and their bytes."""
+"""Reads the memories of another process of this host: its board, which shows what is live, and their bytes.
+
+Large transfers out of shared memory are copied where this process has mapped it; everything else by `process_vm_readv`.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,21 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
+import numpy.typing as npt
 
 from kvbaton.core.plan import Runs
-from kvbaton.errors import RangeError, TransportError
+from kvbaton.errors import KVBatonError, RangeError, TransportError
 from kvbaton.transport.base import Region
 from kvbaton.transport.exchange.memories import BOARD_ROW_BYTES
 from kvbaton.transport.neighbour import Neighbour, NeighbourWatch, ProcessMemory
-from kvbaton.transport.runs import RunCursor
+from kvbaton.transport.runs import CopyCrew, RunCursor, load_loops
+from kvbaton.transport.shared_memory import SharedMapping
 
 __all__ = ["CopyHelpers", "ReadableProcess"]
 
 _WORTH_SPLITTING_BYTES = 512 << 10
 _MOST_ROWS = 4096
+_STAMP_BYTES = 8
 
 
 class CopyHelpers:
@@ -31,6 +37,8 @@ class CopyHelpers:
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self._closed = False
+        self._crew: CopyCrew | None = None
+        self._copying = threading.Lock()  # a crew works for one thread at a time
 
     @property
     def parts(self) -> int:
@@ -44,12 +52,33 @@ class CopyHelpers:
                 self._pool = ThreadPoolExecutor(self._helpers, "kvbaton-exchange-copier")
             return self._pool.submit(copy.copy, runs)
 
+    def can_copy_mapped(self) -> bool:
+        """Whether `copy_mapped` can be used: the loops in C are there."""
+        with self._copying:
+            if self._crew is None and not self._closed and (loops := load_loops()) is not None:
+                self._crew = CopyCrew(loops, self._helpers)
+            return self._crew is not None
+
+    def copy_mapped(self, target_address: int, source_address: int, runs: Runs) -> None:
+        """Copy runs of memory that this process has mapped. Raises TransportError once this is closed."""
+        cursor = RunCursor(runs)
+        with self._copying:
+            if self._crew is None:
+                raise TransportError("the exchange is closed")
+            while cursor.remaining_bytes:
+                sizes = cursor.remaining_bytes, len(runs) + 1
+                cursor.advance(self._crew.copy(target_address, source_address, cursor.runs, cursor.place, *sizes))
+
     def close(self) -> None:
         """End the threads once they are done. Idempotent."""
         with self._lock:
             self._closed = True
             if self._pool is not None:
                 self._pool.shutdown(wait=False)
+        with self._copying:
+            crew, self._crew = self._crew, None
+            if crew is not None:
+                crew.close()
 
 
 class RunsCopy:
@@ -77,6 +106,7 @@ class ReadableProcess:
         self._board_address = board_address
         self._watch = NeighbourWatch(neighbour)
         self._rows: dict[tuple[int, int], tuple[int, int]] = {}
+        self._mapped: dict[int, npt.NDArray[np.uint8] | None] = {}
         self._watching = threading.Lock()  # its poll object refuses a second thread
         try:
             self.read_bytes(board_address, 1)
@@ -90,13 +120,23 @@ class ReadableProcess:
             self._watch.check()
         row = np.frombuffer(self.read_bytes(self._board_address + slot * BOARD_ROW_BYTES, BOARD_ROW_BYTES), np.uint64)
         if int(row[0]) != stamp:
+            self._mapped.pop(stamp, None)
             raise RangeError(f"process {self._pid} has withdrawn the memory in slot {slot}")
+        if row[3] and stamp not in self._mapped:
+            if len(self._mapped) >= _MOST_ROWS:
+                self._mapped.clear()
+            self._mapped[stamp] = self._map(*row[2:].tolist())
         return int(row[1]), int(row[2])
 
-    def copy(self, source_address: int, target_address: int, runs: Runs) -> int:
+    def copy(self, name: tuple[int, int], source_address: int, target_address: int, runs: Runs) -> int:
         """Copy runs, in several threads where that pays; returns how many bytes. Raises KVBatonError."""
-        copy = RunsCopy(self._memory, self._pid, source_address, target_address)
         total, parts = int(runs[:, 2].sum()), self._helpers.parts
+        # Kept here until the copy is over: another thread may drop it meanwhile, and the pages with it.
+        mapped = self._mapped.get(name[1])
+        if mapped is not None:
+            self._helpers.copy_mapped(target_address, int(mapped.ctypes.data), runs)
+            return total
+        copy = RunsCopy(self._memory, self._pid, source_address, target_address)
         if total < _WORTH_SPLITTING_BYTES or parts == 1:
             copy.copy(runs)
             return total
@@ -129,7 +169,7 @@ class ReadableProcess:
                 self._rows.clear()
             self._rows[name] = self.find(slot, stamp)
         source_address, source_bytes = self._rows[name]
-        row = array.array("Q", (0, 0, 0))
+        row = array.array("Q", (0,))
         here: list[int] = []
         there: list[int] = []
         total = 0
@@ -140,13 +180,22 @@ class ReadableProcess:
             here += (target_address + target, count)
             there += (source_address + source, count)
             total += count
-        here += (row.buffer_info()[0], BOARD_ROW_BYTES)
-        there += (self._board_address + slot * BOARD_ROW_BYTES, BOARD_ROW_BYTES)
+        here += (row.buffer_info()[0], _STAMP_BYTES)
+        there += (self._board_address + slot * BOARD_ROW_BYTES, _STAMP_BYTES)
         moved = self._memory.read_pieces(self._pid, array.array("Q", here), array.array("Q", there))
-        if moved != total + BOARD_ROW_BYTES or row[0] != stamp:
+        if moved != total + _STAMP_BYTES or row[0] != stamp:
             self._rows.pop(name, None)
             raise RangeError(f"process {self._pid} has withdrawn the memory in slot {slot}")
         return total
+
+    def _map(self, memory_bytes: int, numbered_fd: int, inode: int, offset: int) -> npt.NDArray[np.uint8] | None:
+        """Shared memory of the process, mapped; None where that cannot be done, and it is read like any other."""
+        if self._pid == os.getpid() or not self._helpers.can_copy_mapped():
+            return None
+        try:
+            return SharedMapping(self._pid, numbered_fd - 1, inode, offset + memory_bytes).array[offset:]
+        except (KVBatonError, OSError, ValueError, OverflowError):
+            return None
 
     def read_bytes(self, address: int, count: int) -> bytes:
         """Some bytes at an address of the process. Raises KVBatonError."""
@@ -164,5 +213,6 @@ class ReadableProcess:
             raise TransportError(f"process {self._pid} is not the one at the other end of the connection")
 
     def close(self) -> None:
-        """Give the descriptor of the process back. Idempotent."""
+        """Give the descriptor of the process and what was mapped back. Idempotent."""
+        self._mapped.clear()
         self._watch.close()

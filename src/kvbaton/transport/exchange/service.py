@@ -32,10 +32,11 @@ from kvbaton.transport.exchange.channel import ExchangeChannel, InFlight, ReadJo
 from kvbaton.transport.exchange.flow import Flow
 from kvbaton.transport.exchange.gpu import ExchangeGpu, open_gpu
 from kvbaton.transport.exchange.memories import MemoryTable, NoticeTable, check_place
-from kvbaton.transport.exchange.owner import ExchangeState, OwnerSide
+from kvbaton.transport.exchange.owner import COUNTS, ExchangeState, OwnerSide
 from kvbaton.transport.exchange.reach import CopyHelpers, ReadableProcess
 from kvbaton.transport.neighbour import Neighbour, ProcessMemory, explain_limits, is_readable
 from kvbaton.transport.queued import bytes_detail, detail
+from kvbaton.transport.shared_memory import shared_place
 from kvbaton.transport.tcp.server import listen
 from kvbaton.transport.tcp.sockets import tune
 from kvbaton.transport.tcp.wire import TOKEN_BYTES, Secret
@@ -290,12 +291,12 @@ class MemoryExchange:
         paths: ExchangePaths | None = None,
         *,
         listens: bool = True,
-        stored: npt.NDArray[np.int64] | None = None,
+        counts: npt.NDArray[np.int64] | None = None,
     ) -> None:
         """`name` is what peers find its notices under.
 
         Listens on `host` and `port` of the settings; without `listens` only when `listen` is called, and peers are served and
-        connected to from then on. `stored` is where bytes and calls that stored something here are counted, if not inside.
+        connected to from then on. `counts` is where the numbers that `COUNTS` names are kept, if not inside.
         Raises ConfigError, or TransportError when no path works here.
         """
         self._settings = settings
@@ -310,9 +311,9 @@ class MemoryExchange:
             here=Neighbour.here(),
             process_memory=self._process_memory(),
             helpers=CopyHelpers(settings.copy_threads),
-            stored=np.zeros(2, np.int64) if stored is None else stored,
+            counts=np.zeros(len(COUNTS), np.int64) if counts is None else counts,
         )
-        self._counter = InFlight(settings.max_in_flight)
+        self._counter = InFlight(settings.max_in_flight, self._state.counts.data[2:])
         self._links: dict[bytes, ExchangeChannel] = {}
         self._connecting = threading.Lock()
         self._service: _Service | None = None
@@ -337,7 +338,8 @@ class MemoryExchange:
         """See `ExchangeContract.register`."""
         check_place(address, memory_bytes)
         if is_readable(address, memory_bytes):
-            return self._state.table.register(address, memory_bytes)
+            shared = shared_place(address, memory_bytes) if self._state.process_memory is not None else None
+            return self._state.table.register(address, memory_bytes, shared=shared)
         try:
             gpu, parts = self._shared(address, memory_bytes, device)
         except KVBatonError as error:
@@ -390,6 +392,10 @@ class MemoryExchange:
             self._links[secret.token] = channel
             return channel
 
+    def count_refused(self) -> None:
+        """Count a transfer that the caller of this exchange refused before it was posted."""
+        self._counter.refuse()
+
     def has_notice(self, initiator: str, tag: int) -> bool:
         """See `ExchangeContract.has_notice`."""
         return self._state.notices.has(initiator, tag)
@@ -398,8 +404,7 @@ class MemoryExchange:
         """See `ExchangeContract.stats`."""
         served = {f"{kind.name.lower()}_served_total": count for kind, count in self._state.served.items()}
         return {
-            "stored_bytes_total": int(self._state.stored[0]),
-            "stored_calls_total": int(self._state.stored[1]),
+            **dict(zip(COUNTS, self._state.counts.tolist(), strict=True)),
             "memories": len(self._state.table),
             "in_flight": len(self._counter),
             "notices": len(self._state.notices),

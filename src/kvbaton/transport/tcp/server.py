@@ -7,9 +7,15 @@ connection only, and is counted.
 Theory of admission. A connection is unknown until its handshake has shown that the other end has the token and the cluster key.
 Every process that reaches the port can open connections and stay silent, so what an unknown connection may hold is bounded: one
 of few places, for a short time that nothing renews, and no place of a reader. When all places are taken, the next connection
-takes the place of another unknown one: first of those that have sent nothing, then of the address that holds the most places,
-then the oldest. The alternative, to leave the next ones in the system's queue until a place is free, made a new peer wait for
-every silent connection before it. A peer with the key needs its place for one round trip only.
+takes the place of another unknown one: first of those that have sent nothing, then of those that have shown no certificate
+where one is required, then of the address that holds the most places, then the oldest. The alternative, to leave the next ones
+in the system's queue until a place is free, made a new peer wait for every silent connection before it. A peer with the key
+needs its place for one round trip only.
+
+Unknown connections wait in a selector of their own, with the listening socket. While readers have something to do, they have a
+fifth of this thread together: a handshake of TLS takes a millisecond of it, and a flood of them would stop the readers. The
+work ends where the share does, and goes on with the connection that has waited for longest. What TLS may keep of each is
+bounded by the bytes that the connection has received.
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ import secrets
 import selectors
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections import Counter
@@ -35,7 +42,8 @@ from kvbaton.transport.runs import check_offsets
 from kvbaton.transport.tcp import wire
 from kvbaton.transport.tcp.sockets import TlsCalls, VectorCalls, Vectors, tune
 from kvbaton.transport.wakeup import Wakeup
-from kvbaton.wire.tls import TlsSocket, tls_reason
+from kvbaton.wire.metering import ThreadShare
+from kvbaton.wire.tls import TlsError, TlsSocket, check_handshake_bytes, tls_reason
 
 __all__ = ["RegionServer", "listen"]
 
@@ -48,6 +56,8 @@ _MAX_UNKNOWN = 128
 _HANDSHAKE_S = 5.0
 _LOG_EVERY_S = 1.0
 _MOST_STEPS = 16
+_UNKNOWN_SHARE = 0.2
+_RECEIVED_BYTES = struct.Struct("=128xQ")  # tcpi_bytes_received of Linux's `struct tcp_info`
 _NO_PIECES = np.empty((0, 2), np.uint64)
 
 
@@ -70,6 +80,7 @@ class _Reader:
         self.deadline: float | None = deadline
         self.is_admitted = False
         self.is_silent = True
+        self.served_at = 0.0
         self.moved_bytes = 0
         self._owner = owner
         self._challenge = secrets.token_bytes(wire.CHALLENGE_BYTES)
@@ -83,10 +94,17 @@ class _Reader:
     def is_replying(self) -> bool:
         return self.phase in (_ReaderPhase.HELLO, _ReaderPhase.REPLY, _ReaderPhase.LAST_REPLY)
 
+    @property
+    def has_certificate(self) -> bool:
+        """Whether it has shown a certificate of the cluster."""
+        return isinstance(self.sock, TlsSocket) and self.phase is not _ReaderPhase.TLS
+
     def on_readable(self) -> bool:
         """Take what has come; False when the connection is over. Raises ProtocolError for garbage."""
         if isinstance(self.sock, TlsSocket) and self.phase is _ReaderPhase.TLS:
             self.is_silent = False
+            # Before OpenSSL takes them: it reads what a message of a handshake announces, up to 128 KiB.
+            check_handshake_bytes(_received_bytes(self.sock))
             self.sock.do_handshake()
             self.phase = _ReaderPhase.HELLO
             return True
@@ -198,9 +216,14 @@ class RegionServer:
         self._accept_at = 0.0
         self._is_accepting = True
         self._stopping = Wakeup()
+        self._share = ThreadShare(_UNKNOWN_SHARE)
+        self._accepted_at = 0.0
+        self._resume_at: float | None = None
         self._selector = selectors.DefaultSelector()
+        self._unknown_selector = selectors.DefaultSelector()
         self._selector.register(self._stopping.fd, selectors.EVENT_READ)
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._unknown_selector.fileno(), selectors.EVENT_READ)
+        self._unknown_selector.register(self._listener, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="kvbaton-tcp-server", daemon=True)
         self._thread.start()
 
@@ -223,6 +246,7 @@ class RegionServer:
         for reader in list(self._readers):
             self._drop(reader)
         self._selector.close()
+        self._unknown_selector.close()
         self._listener.close()
         self._stopping.close()
         if self.staging is not None:
@@ -231,20 +255,46 @@ class RegionServer:
 
     def _run(self) -> None:
         while True:
+            has_unknown = is_contended = False
             for key, _ in self._selector.select(self._wait_s(time.monotonic())):
                 if key.fd == self._stopping.fd:
                     return
-                if not isinstance(key.data, _Reader):
-                    self._accept_guarded()
-                elif key.data in self._readers:  # not one whose place was taken by a connection of the same turn
+                if isinstance(key.data, _Reader):
                     self._serve(key.data)
+                    is_contended = True
+                else:
+                    has_unknown = True
+            if has_unknown:
+                self._serve_unknown(is_contended or any(each.is_admitted and each.owes() for each in self._readers))
             self._expire(time.monotonic())
-            self._tend_listener(time.monotonic())
+            self._tend_selectors(time.monotonic())
+
+    def _serve_unknown(self, is_contended: bool) -> None:
+        """Serve what is unknown, as far as its share goes; those that were served last are the last again."""
+        self._share.begin()
+        for key, _ in sorted(self._unknown_selector.select(0), key=self._served_at):
+            if not isinstance(key.data, _Reader):
+                self._accepted_at = time.monotonic()
+                self._accept_guarded()
+            elif key.data in self._unknown:  # not one whose place was taken by a connection of the same turn
+                key.data.served_at = time.monotonic()
+                self._serve(key.data)
+            if self._share.is_spent():
+                break
+        self._resume_at = self._share.end(is_contended=is_contended)
+        if self._resume_at is not None:
+            self._selector.unregister(self._unknown_selector.fileno())
+
+    def _served_at(self, ready: tuple[selectors.SelectorKey, int]) -> float:
+        reader = ready[0].data
+        return reader.served_at if isinstance(reader, _Reader) else self._accepted_at
 
     def _wait_s(self, now: float) -> float:
         deadlines = [reader.deadline for reader in self._readers if reader.deadline is not None]
         if self._accept_at > now:
             deadlines.append(self._accept_at)
+        if self._resume_at is not None:
+            deadlines.append(self._resume_at)
         return min(IDLE_S, max(0.0, min(deadlines, default=now + IDLE_S) - now))
 
     def _accept_guarded(self) -> None:
@@ -282,7 +332,7 @@ class RegionServer:
                 return
         reader = _Reader(sock, address, self, time.monotonic() + min(self._timeout_s, _HANDSHAKE_S))
         try:
-            self._selector.register(sock, selectors.EVENT_WRITE if reader.is_replying else selectors.EVENT_READ, reader)
+            self._unknown_selector.register(sock, _events(reader), reader)
         except OSError:
             sock.close()
             return
@@ -301,16 +351,19 @@ class RegionServer:
         if not self._unknown:
             return False
         places = Counter(reader.address for reader in self._unknown)
-        self._drop(min(self._unknown, key=lambda reader: (not reader.is_silent, -places[reader.address])))
+        self._drop(min(self._unknown, key=lambda each: (not each.is_silent, each.has_certificate, -places[each.address])))
         return True
 
-    def _tend_listener(self, now: float) -> None:
-        """Accept, unless the system could not give a socket just now."""
+    def _tend_selectors(self, now: float) -> None:
+        """Look at unknown connections when they have a share again; accept, unless the system could give no socket just now."""
+        if self._resume_at is not None and self._resume_at <= now:
+            self._resume_at = None
+            self._selector.register(self._unknown_selector.fileno(), selectors.EVENT_READ)
         shall_accept = self._accept_at <= now
         if shall_accept and not self._is_accepting:
-            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._unknown_selector.register(self._listener, selectors.EVENT_READ)
         elif self._is_accepting and not shall_accept:
-            self._selector.unregister(self._listener)
+            self._unknown_selector.unregister(self._listener)
         self._is_accepting = shall_accept
 
     def _serve(self, reader: _Reader) -> None:
@@ -322,6 +375,9 @@ class RegionServer:
         except ssl.SSLError as error:
             self._refuse(reader.address, tls_reason(error))
             alive = False
+        except TlsError as error:
+            self._refuse(reader.address, str(error))
+            alive = False
         except OSError:
             alive = False
         except Exception:  # noqa: BLE001 - what an unknown peer sends costs its own connection, never this thread
@@ -332,10 +388,13 @@ class RegionServer:
             self._drop(reader)
             return
         if reader.is_admitted and reader.moved_bytes > moved_before:
-            self._unknown.pop(reader, None)
             reader.deadline = time.monotonic() + self._timeout_s if reader.owes() else None
-        if reader.is_replying != was_replying:
-            self._selector.modify(reader.sock, selectors.EVENT_WRITE if reader.is_replying else selectors.EVENT_READ, reader)
+        if reader.is_admitted and reader in self._unknown:
+            del self._unknown[reader]
+            self._unknown_selector.unregister(reader.sock)
+            self._selector.register(reader.sock, _events(reader), reader)
+        elif reader.is_replying != was_replying:
+            self._selector_of(reader).modify(reader.sock, _events(reader), reader)
 
     def _steps(self, reader: _Reader) -> bool:
         """Go on with a reader as long as each step ends its phase, so that a request is read and answered in one turn."""
@@ -358,10 +417,23 @@ class RegionServer:
                 self._drop(reader)
 
     def _drop(self, reader: _Reader) -> None:
+        self._selector_of(reader).unregister(reader.sock)
         self._readers.discard(reader)
         self._unknown.pop(reader, None)
-        self._selector.unregister(reader.sock)
         reader.sock.close()
+
+    def _selector_of(self, reader: _Reader) -> selectors.BaseSelector:
+        return self._unknown_selector if reader in self._unknown else self._selector
+
+
+def _events(reader: _Reader) -> int:
+    return selectors.EVENT_WRITE if reader.is_replying else selectors.EVENT_READ
+
+
+def _received_bytes(sock: socket.socket) -> int:
+    """What the system has received of a connection."""
+    received: int = _RECEIVED_BYTES.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_BYTES.size))[0]
+    return received
 
 
 def _is_overdue(reader: _Reader, now: float) -> bool:

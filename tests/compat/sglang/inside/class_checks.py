@@ -9,20 +9,21 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from reported_checks import REPORTED_CHECKS
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.disaggregation.utils import KVClassType
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.plugins import load_plugins
-from sides import ONE, PAGE, PORTS, PROMPT, TOKENS, Side, mha, mla, tensors, wait
+from sides import ONE, PAGE, PORTS, PROMPT, TOKENS, Side, mha, mla, parallel, tensors, wait
 from state_checks import STATE_CHECKS
 
 from kvbaton.engines.sglang import backend
@@ -156,16 +157,6 @@ def a_prompt_that_is_too_long_for_decode_ends_its_prefill() -> None:
         decode.close()
 
 
-@contextmanager
-def _parallel(**changes: Any) -> Iterator[None]:
-    """Managers that are made meanwhile have these ranks."""
-    backend.get_parallel = lambda: SimpleNamespace(**{**vars(ONE), **changes})  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        backend.get_parallel = lambda: ONE  # type: ignore[attr-defined]
-
-
 def ranks_of_dp_attention_share_a_bootstrap_port_without_collision() -> None:
     """Every rank has the same arguments, as SGLang passes them; each hands over the rooms that are its own."""
     port, sides = PORTS.pick(), []
@@ -176,7 +167,7 @@ def ranks_of_dp_attention_share_a_bootstrap_port_without_collision() -> None:
         os.environ[CONFIG_VARIABLE] = ""
     try:
         for rank in range(2):
-            with _parallel(attn_dp_size=2, attn_dp_rank=rank, load_balance_method="follow_bootstrap_room"):
+            with parallel(attn_dp_size=2, attn_dp_rank=rank, load_balance_method="follow_bootstrap_room"):
                 sides.append(Side("prefill", mha(), port))
             for tensor in tensors(sides[rank].pool):
                 tensor.fill_(rank + 1)
@@ -212,12 +203,15 @@ def _refused(named: str, role: str = "prefill", **changes: Any) -> None:
 
 def what_cannot_be_handed_over_is_refused_when_the_server_starts() -> None:
     _refused("several nodes", nnodes=2)
-    for name, what in (("pp_size", "a pipeline of decode"), ("attn_cp_size", "context parallelism")):
-        with _parallel(**{name: 2}):
-            _refused(what, "decode")
-    with _parallel(attn_dp_size=2, attn_dp_rank=1, load_balance_method="round_robin"):
+    for name in ("attn_cp_size", "attn_dcp_size"):
+        with parallel(**{name: 2}):
+            _refused("context parallelism of decode", "decode")
+    for name in ("enable_kv_cache_sharding", "enable_dsa_cache_layer_split", "enable_cp_tp_group_sharing"):
+        with parallel(**{name: True}, attn_cp_size=2, attn_cp_rank=0):
+            _refused(f"{name} is set with attn_cp_size 2")
+    with parallel(attn_dp_size=2, attn_dp_rank=1, load_balance_method="round_robin"):
         _refused("load_balance_method is 'round_robin' with 2 data-parallel ranks")
-    with _parallel(attn_dp_size=2, attn_dp_rank=0, dp_size=2):
+    with parallel(attn_dp_size=2, attn_dp_rank=0, dp_size=2):
         _refused("dp_size is 2 and attn_dp_size is 2")
     for state in ("mamba", "swa", "dsa", "swa_ring"):
         _refused(f"MHATokenToKVPool with {state}", state_types=[state])
@@ -241,6 +235,7 @@ CHECKS = (
     ranks_of_dp_attention_share_a_bootstrap_port_without_collision,
     what_cannot_be_handed_over_is_refused_when_the_server_starts,
     *STATE_CHECKS,
+    *REPORTED_CHECKS,
 )
 
 
@@ -250,11 +245,13 @@ def main() -> None:
     backend.get_parallel = lambda: ONE  # type: ignore[attr-defined]
     found = {}
     for check in CHECKS:
+        started = time.monotonic()
         try:
             check()
             found[check.__name__] = ""
         except Exception:  # noqa: BLE001 - every check is reported
             found[check.__name__] = traceback.format_exc()
+        sys.stderr.write(f"{check.__name__}: {time.monotonic() - started:.1f} s\n")
     sys.stdout.write(json.dumps(found) + "\n")
     sys.stdout.flush()
     os._exit(0)

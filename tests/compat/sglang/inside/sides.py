@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +20,7 @@ from sglang.srt.disaggregation.utils import (
 )
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
-from kvbaton.engines.sglang import hooks
+from kvbaton.engines.sglang import backend, hooks
 from kvbaton.launch.ports import PortPicker
 
 PAGE, LAYERS, TOKENS, ROWS = 4, 3, 10, 8
@@ -35,12 +37,22 @@ def mla() -> Any:
     return MLATokenToKVPool(64, PAGE, torch.float32, 16, 8, LAYERS, "cpu", False)
 
 
+@contextmanager
+def parallel(**changes: Any) -> Iterator[None]:
+    """Managers that are made meanwhile have these ranks."""
+    backend.get_parallel = lambda: SimpleNamespace(**{**vars(ONE), **changes})  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        backend.get_parallel = lambda: ONE  # type: ignore[attr-defined]
+
+
 class Side:
     """One instance: a manager of the real class over a real pool."""
 
     def __init__(self, role: str, pool: Any, port: int, **changes: Any) -> None:
         self.pool, self.port = pool, port
-        self.metadata = MetadataBuffers(ROWS, 16, torch.float32, 16)
+        self.metadata = MetadataBuffers(ROWS, changes.pop("hidden", 16), torch.float32, 16)
         config = SimpleNamespace(
             dtype=torch.float32,
             hf_config=SimpleNamespace(to_dict=dict),
@@ -60,12 +72,13 @@ class Side:
         manager = get_kv_class(TransferBackend(hooks.BACKEND), KVClassType.MANAGER)
         self.manager = manager(args, DisaggregationMode(role), SimpleNamespace(**server))
 
-    def make(self, kind: KVClassType, room: int, prompt: list[int], port: int) -> Any:
+    def make(self, kind: KVClassType, room: int, prompt: list[int], port: int, host: str = "127.0.0.1") -> Any:
         hooks._keep_request(None, SimpleNamespace(bootstrap_room=room, origin_input_ids=prompt))
-        return get_kv_class(TransferBackend(hooks.BACKEND), kind)(self.manager, f"127.0.0.1:{port}", room)
+        return get_kv_class(TransferBackend(hooks.BACKEND), kind)(self.manager, f"{host}:{port}", room)
 
     def close(self) -> None:
-        self.manager.instance.close()
+        if self.manager.instance is not None:
+            self.manager.instance.close()
 
 
 def tensors(pool: Any) -> list[Any]:

@@ -18,6 +18,8 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import cpu_experts
+
 from kvbaton.agent.sockets import ControlSockets
 from kvbaton.config import Limits
 from kvbaton.core.handoff import Incarnation
@@ -32,6 +34,8 @@ __all__ = ["HeldConnector", "HeldPart"]
 
 _SOURCE_SENDS = frozenset({"announced", "prefilled", "aux", "retracted", "confirmed", "over", "stopped", "refused"})
 _TARGET_SENDS = frozenset({"grant", "confirm_ask", "release", "stop"})
+
+cpu_experts.install()
 
 
 class _HeldSockets(ControlSockets):

@@ -251,6 +251,9 @@ class FakePort:
     def decline(self, request: SourceRequest, reason: str) -> None:
         self.declined.append((request, reason))
 
+    def refuse(self, key: HandoffKey, reason: str) -> None:
+        raise AssertionError(f"this engine refuses no prefill before admission: {key}, {reason}")
+
     def cancel(self, key: HandoffKey, side: Side | None = None) -> None:  # noqa: ARG002
         self.cancelled.append(key)
         if key in self.expected_targets and key not in self.offers:

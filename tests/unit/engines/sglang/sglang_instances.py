@@ -253,10 +253,12 @@ class Request:
         return str(self.halves[0].reason)
 
 
-def wait_for(request: Request, *states: Poll) -> Poll:
-    """Poll until one of these states, for a bounded time."""
+def wait_for(request: Request, *states: Poll, meanwhile: Request | None = None) -> Poll:
+    """Poll until one of these states, for a bounded time; `meanwhile` is polled too, as its own scheduler would."""
     until = time.monotonic() + _WAIT_S
     while (state := request.poll()) not in states:
+        if meanwhile is not None:
+            meanwhile.poll()
         assert time.monotonic() < until, f"still {state!r}, waiting for {states}: {request.reason}"
         time.sleep(0.002)
     return state

@@ -72,6 +72,9 @@ class ScriptedAgents(HandoffPort):
     def decline(self, request: SourceRequest, reason: str) -> None:
         self.calls.append(("decline", (request, reason)))
 
+    def refuse(self, key: HandoffKey, reason: str) -> None:
+        self.calls.append(("refuse", (key, reason)))
+
     def cancel(self, key: HandoffKey, side: Side | None = None) -> None:
         self.calls.append(("cancel", (key, side)))
 

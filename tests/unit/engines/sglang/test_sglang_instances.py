@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from sglang_instances import Instance, Request, instances, wait_for
+from sglang_instances import Instance, Request, instances, wait_for, wait_until_over
 
 from kvbaton.core.handoff import Mode
 from kvbaton.core.topology import Shape
@@ -28,7 +28,7 @@ def hand_over(prefill: Instance, decode: Instance, *, room: int = ROOM, chunk_pa
     target.each("allocated", target_pages[cached_pages:], 2, cached_pages * decode.page)
     for rows in prefill.rows:
         rows["output_ids"][1].view(np.int32)[0] = 123
-    wait_for(source, Poll.WAITING, Poll.FAILED)
+    wait_for(source, Poll.WAITING, Poll.FAILED, meanwhile=target)
     source.each("begin", len(source_pages), 1)
     for first in range(0, len(source_pages), chunk_pages):
         source.each("send", source_pages[first : first + chunk_pages])
@@ -107,6 +107,72 @@ def test_a_later_stage_of_a_pipeline_may_be_behind_the_first_one() -> None:
         assert decode.problems([5, 6, 7, 8], TOKENS, seed=3) == []
         assert not first.live
         assert not last.live
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize(("prefill_tp", "prefill_pp", "decode_tp"), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 2, 2)])
+def test_every_stage_of_a_pipelined_decode_gets_its_layers(
+    mode: Mode, prefill_tp: int, prefill_pp: int, decode_tp: int
+) -> None:
+    ports = PortPicker()
+    prefill = Instance("prefill", ports, prefill_tp, pp=prefill_pp, mode=mode)
+    decode = Instance("decode", ports, decode_tp, pp=2, mode=mode, poison=True)
+    with instances(prefill, decode):
+        target = hand_over(prefill, decode)
+        assert target.poll() is Poll.SUCCESS, target.reason
+        pages = [1 + 2 * page for page in range(-(-TOKENS // decode.page))]
+        assert decode.problems(pages, TOKENS, seed=3) == []
+        for rows in decode.rows:
+            assert rows["bootstrap_room"][2].view(np.uint64)[0] == ROOM
+
+
+def test_pages_are_granted_when_the_last_stage_of_decode_has_them() -> None:
+    """Until then a later stage may still use them for a request that the first one has ended."""
+    ports = PortPicker()
+    prefill, decode = Instance("prefill", ports), Instance("decode", ports, pp=2)
+    with instances(prefill, decode):
+        early, other = Request(prefill, ROOM, PROMPT), Request(prefill, ROOM + 1, PROMPT)
+        target = Request(decode, ROOM, PROMPT, prefill.address)
+        target.each("ready")
+        target.halves[0].allocated([1, 2, 3, 4], 2, 0)
+        later = Request(decode, ROOM + 1, PROMPT, prefill.address)
+        later.each("ready")
+        later.each("allocated", [5, 6, 7, 8], 3, 0)
+        wait_for(other, Poll.WAITING, meanwhile=later)
+        assert early.poll() is Poll.BOOTSTRAPPING, "a grant that was asked for later has come, and this one has not"
+        target.halves[1].allocated([1, 2, 3, 4], 2, 0)
+        wait_for(early, Poll.WAITING, meanwhile=target)
+
+
+def test_stages_with_other_pages_are_refused_by_name_and_the_room_is_free_again() -> None:
+    ports = PortPicker()
+    prefill, decode = Instance("prefill", ports), Instance("decode", ports, pp=2, poison=True)
+    with instances(prefill, decode):
+        source, target = Request(prefill, ROOM, PROMPT), Request(decode, ROOM, PROMPT, prefill.address)
+        target.each("ready")
+        for half, pages in zip(target.halves, ([1, 2, 3, 4], [1, 2, 4, 3]), strict=True):
+            half.allocated(pages, 2, 0)
+        assert wait_for(target, Poll.SUCCESS, Poll.FAILED) is Poll.FAILED
+        assert "rank 0 has the blocks ((1, 2, 3, 4),)" in target.reason
+        assert "rank 1 ((1, 2, 4, 3),)" in target.reason
+        wait_for(source, Poll.FAILED)
+        wait_until_over(source, target)
+        assert hand_over(prefill, decode).poll() is Poll.SUCCESS
+
+
+def test_what_a_later_stage_has_allocated_for_an_aborted_request_is_not_that_of_the_next_one() -> None:
+    ports = PortPicker()
+    prefill, decode = Instance("prefill", ports), Instance("decode", ports, pp=2, poison=True)
+    with instances(prefill, decode):
+        aborted = Request(decode, ROOM, PROMPT, prefill.address)
+        aborted.each("ready")
+        aborted.halves[0].allocated([5, 6, 7, 8], 2, 0)
+        aborted.halves[0].abort()
+        aborted.halves[1].allocated([5, 6, 7, 8], 2, 0)
+        wait_for(aborted, Poll.FAILED)
+        wait_until_over(aborted)
+        target = hand_over(prefill, decode)
+        assert target.poll() is Poll.SUCCESS, target.reason
 
 
 def _poll_until(half: SourceHalf, state: Poll) -> None:

@@ -11,10 +11,13 @@ import pytest
 from sglang_instances import Instance, Request, instances, wait_for, wait_until_over
 from test_sglang_instances import PROMPT, ROOM, TOKENS, hand_over
 
+from kvbaton.agent.channel import Channel
 from kvbaton.core.handoff import Mode
+from kvbaton.engines.instance import AgentSettings
 from kvbaton.engines.sglang.halves import Poll
 from kvbaton.errors import ConfigError, KVBatonError
 from kvbaton.launch.ports import PortPicker
+from kvbaton.transport.faulty import Faults, FaultyTransport
 
 FILES = Path("/proc/self/fd")
 PAGES = [1 + 2 * page for page in range(-(-TOKENS // 4))]
@@ -184,10 +187,54 @@ def test_a_request_that_prefill_refuses_at_its_door_ends_its_decode_request_and_
         until_parked.each("ready")
         until_parked.each("allocated", [5, 6, 7, 8], 3, 0)
         wait_for(live, Poll.WAITING)
-        prefill.ranks[0].halves.refuse_target(ROOM + 1)
-        prefill.ranks[0].halves.refuse_target(ROOM)
+        for room in (ROOM + 1, ROOM):
+            prefill.ranks[0].halves.refuse_target(room, "1200 tokens are too many")
         assert wait_for(target, Poll.SUCCESS, Poll.FAILED) is Poll.FAILED
+        assert "1200 tokens are too many" in target.reason
         assert live.poll() is Poll.WAITING
+
+
+def test_a_request_that_prefill_refuses_before_its_pages_come_ends_its_decode_request_and_no_later_one() -> None:
+    ports = PortPicker()
+    prefill, decode = Instance("prefill", ports, 2), Instance("decode", ports)
+    with instances(prefill, decode):
+        for rank in prefill.ranks:
+            rank.halves.refuse_target(ROOM, "1200 tokens are too many")
+        target = Request(decode, ROOM, PROMPT, prefill.address)
+        target.each("ready")
+        target.each("allocated", [1, 2, 3, 4], 2, 0)
+        assert wait_for(target, Poll.SUCCESS, Poll.FAILED) is Poll.FAILED
+        assert "1200 tokens are too many" in target.reason
+        wait_until_over(target)
+        assert hand_over(prefill, decode).poll() is Poll.SUCCESS
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_reports_of_one_rank_do_not_count_for_another(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank reports everything twice, and one of the two begins later: success before it has ended would show."""
+    originals = Channel.send, AgentSettings.open_transport
+    late: list[FaultyTransport] = []
+
+    def send_twice(self: Channel, frame: bytes, timeout_s: float, meanwhile: Any = None) -> None:
+        for _ in range(2 if threading.current_thread().name.startswith("kvbaton-rank") else 1):
+            originals[0](self, frame, timeout_s, meanwhile)
+
+    def open_late(self: AgentSettings, incarnation: Any, region: Any) -> Any:
+        transport = originals[1](self, incarnation, region)
+        if late or self.control_port != decode.control_port:
+            return transport
+        late.append(FaultyTransport(transport, region, Faults(delay_s=0.2)))
+        return late[0]
+
+    ports = PortPicker()
+    prefill, decode = Instance("prefill", ports, mode=mode), Instance("decode", ports, 2, mode=mode, poison=True)
+    monkeypatch.setattr(Channel, "send", send_twice)
+    monkeypatch.setattr(AgentSettings, "open_transport", open_late)
+    with instances(prefill, decode):
+        target = hand_over(prefill, decode)
+        assert target.poll() is Poll.SUCCESS, target.reason
+        assert decode.problems(PAGES, TOKENS, seed=3) == []
+        assert late
 
 
 def test_a_bootstrap_port_in_use_fails_at_start_by_name() -> None:

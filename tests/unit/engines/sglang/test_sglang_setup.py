@@ -72,13 +72,12 @@ def test_a_plain_server_has_no_backend() -> None:
     [
         ("dp2", "tp1", "prefill is dp2"),
         ("cp2", "tp1", "prefill is cp2"),
-        ("tp1", "pp2", "decode is pp2"),
-        ("pp2", "pp2,tp2", "decode is pp2,tp2"),
+        ("tp1", "dp2,tp2", "decode is dp2,tp2"),
     ],
 )
 def test_cuts_that_cannot_be_handed_over_are_refused_by_name(prefill: str, decode: str, named: str) -> None:
     sides = [EngineOptions("smollm2", shape=shape) for shape in (prefill, decode)]
-    with pytest.raises(ConfigError, match=f"the shape of {named}; instances of SGLang can be cut by tp so far"):
+    with pytest.raises(ConfigError, match=f"the shape of {named}; instances of SGLang can be cut by tp and pp so far"):
         SglangPlugin().check(sides[0], sides[1], lambda _: None)
 
 

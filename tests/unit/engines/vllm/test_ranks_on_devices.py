@@ -9,7 +9,7 @@ from contextlib import closing
 
 import pytest
 from test_ranks_together import TOKENS, Workers, hand_over
-from test_shaped_caches import Instance, block_lists, expected
+from test_shaped_caches import BLOCK_TOKENS, Instance, block_lists, expected, move
 from vllm_rig import LAYERS, ScriptedPort, key_of, layer_groups
 
 from kvbaton.agent.engine_port import Allocation, Offer, SourceRequest, TargetEnded
@@ -361,3 +361,17 @@ def test_blocks_of_a_window_arrive_whole_where_tokens_could_be_moved_singly(kind
     assert first <= TOKENS - group.window
     runs = plan_runs(pair_layouts(source, target), block_lists("windows"), block_lists("windows"), 0, TOKENS)
     assert runs.shape[0] > 0
+
+
+@pytest.mark.parametrize("role", ["INDEXER", "control"])
+def test_blocks_of_an_index_arrive_whole_where_tokens_could_be_moved_singly(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the values of all tokens of a block are their scales. Moved as tokens, the control, the last block lacks some."""
+    monkeypatch.setattr(specs, "_INDEXER", role)
+    source, target = (Instance("index", Shape(), seed=seed, device=PlainDevice) for seed in (7, None))
+    assert TOKENS % BLOCK_TOKENS
+    move(source, target, block_lists("index"), TOKENS)
+    found, wanted = target.read(), expected(source, target, block_lists("index"))
+    names = sorted(target.caches.numbers, key=target.caches.numbers.__getitem__)
+    lacking = {("indexer" in names[name[2]], name[4][2]) for name, value in wanted.items() if value != found[name]}
+    assert {token for is_index, token in lacking if not is_index} == set(range(TOKENS % BLOCK_TOKENS, BLOCK_TOKENS))
+    assert any(is_index for is_index, _ in lacking) is (role == "control")

@@ -26,7 +26,7 @@ from kvbaton.errors import ConfigError, Incompatible
 from model_cuts import stage_layers
 
 BLOCK_TOKENS, BLOCKS, HEAD = 4, 6, 6
-LAYERS, HEADS, WINDOW, CHUNK = 5, 4, 5, 6
+LAYERS, HEADS, WINDOW, CHUNK, INDEX_SIZE = 5, 4, 5, 6, 3
 STATE_HEADS, STATE_HEAD, STATE_SIZE, TAPS = 4, 3, 2, 3
 Array = npt.NDArray[Any]
 
@@ -117,10 +117,16 @@ class Instance:
         heads = max(HEADS // tp, 1)
         arrays: dict[str, Array] = {}
         full: Any = attention(FullAttentionSpec, heads)
-        if self.model == "mla":
+        if self.model in ("mla", "index"):
             full = attention(MLAAttentionSpec, 1)
-        arrays |= {name: dense_cache(1 if self.model == "mla" else heads) for name in named}
+        arrays |= {name: dense_cache(full.num_kv_heads) for name in named}
         groups = [SimpleNamespace(layer_names=list(named), kv_cache_spec=full)]
+        if self.model == "index":
+            indexed = {f"{name}.indexer.k_cache": np.zeros((BLOCKS, 1, BLOCK_TOKENS, INDEX_SIZE), np.float32) for name in named}
+            index = attention(MLAAttentionSpec, 1, cache_role=SimpleNamespace(name="INDEXER"))
+            several = dict.fromkeys(named, full) | dict.fromkeys(indexed, index)
+            arrays |= indexed
+            groups[0] = SimpleNamespace(layer_names=list(several), kv_cache_spec=SimpleNamespace(kv_cache_specs=several))
         if self.model in ("windows", "chunks"):
             odd = [name for name, layer in named.items() if layer % 2]
             window = attention(SlidingWindowSpec, heads, sliding_window=WINDOW + 1)
@@ -205,8 +211,8 @@ def card_of(instance: Instance) -> Any:
 
 
 SHAPES = ["tp1", "tp2", "tp4", "pp2", "pp3", "pp2,tp2"]
-MODELS = ["full", "mla", "windows", "chunks", "mamba", "mamba2g"]
-LISTS = {"full": 1, "mla": 1, "windows": 2, "chunks": 2, "mamba": 2, "mamba2g": 2}
+MODELS = ["full", "mla", "index", "windows", "chunks", "mamba", "mamba2g"]
+LISTS = {"full": 1, "mla": 1, "index": 1, "windows": 2, "chunks": 2, "mamba": 2, "mamba2g": 2}
 
 
 def block_lists(model: str) -> tuple[tuple[int, ...], ...]:

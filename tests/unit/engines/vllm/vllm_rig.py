@@ -154,6 +154,9 @@ class ScriptedPort:
         """Remember."""
         self._call("decline", (request, reason))
 
+    def refuse(self, key: HandoffKey, reason: str) -> None:
+        raise AssertionError(f"this engine refuses no prefill before admission: {key}, {reason}")
+
     def cancel(self, key: HandoffKey, side: Side | None = None) -> None:
         """Remember."""
         self._call("cancel", (key, side))

@@ -49,10 +49,9 @@ class SglangPlugin(EnginePlugin):
         """The tokenizer is read by the embedded engine's loader, without SGLang."""
         for role, side in (("prefill", prefill), ("decode", decode)):
             shape = Shape.parse(side.shape)
-            if shape != Shape(tp=shape.tp, pp=shape.pp if role == "prefill" else 1):
+            if shape != Shape(tp=shape.tp, pp=shape.pp):
                 raise ConfigError(
-                    f"the shape of {role} is {side.shape}; instances of SGLang can be cut by tp so far, such as tp2,"
-                    " and those of prefill by pp"
+                    f"the shape of {role} is {side.shape}; instances of SGLang can be cut by tp and pp so far, such as tp2"
                 )
         if prefill.connector in _PUSH_ONLY and prefill.handoff.mode is not Mode.PUSH:
             raise ConfigError(f"--mode is {prefill.handoff.mode}; SGLang's own {prefill.connector} only pushes, leave it out")

@@ -99,7 +99,7 @@ class SmallModel:
     caches_prefixes: bool = True
     """Whether vLLM can cache prefixes of it on CPUs."""
     draft: str = ""
-    """How tokens are drafted: `eagle`, `draft_model`, `ngram`, or not at all."""
+    """How tokens are drafted: `eagle`, `mtp` (by a layer in the checkpoint), `draft_model`, `ngram`, or not at all."""
     draft_config: Mapping[str, Any] = field(default_factory=dict)
     """What the companion has otherwise than the model."""
     revision: int = 1
@@ -156,6 +156,18 @@ SMALL_MODELS: dict[str, SmallModel] = {
     "small-mistral": SmallModel(
         "sliding window of 128 tokens in every layer",
         _llama(architectures=["MistralForCausalLM"], model_type="mistral", num_hidden_layers=4, sliding_window=128),
+    ),
+    "small-llama4": SmallModel(
+        "Llama 4: three layers with chunked local attention of 256 tokens, then a full one",
+        _llama(
+            architectures=["Llama4ForCausalLM"],
+            model_type="llama4_text",
+            num_hidden_layers=4,
+            attention_chunk_size=256,
+            intermediate_size_mlp=256,
+            interleave_moe_layer_step=0,
+            moe_layers=[],
+        ),
     ),
     "small-gemma3": SmallModel(
         "Gemma 3: five layers with a sliding window, then a full one",
@@ -284,6 +296,18 @@ SMALL_MODELS: dict[str, SmallModel] = {
     "small-eagle": SmallModel(
         "small-llama with an EAGLE head", _llama(), kinds=_DRAFTS, draft="eagle", draft_config={"num_hidden_layers": 1}
     ),
+    "small-mtp": SmallModel(
+        "DeepSeek-V3: latent attention, and a layer behind the others that predicts a second token (MTP)",
+        _mla(
+            architectures=["DeepseekV3ForCausalLM"],
+            model_type="deepseek_v3",
+            num_nextn_predict_layers=1,
+            # The layer of MTP, too, is without experts.
+            first_k_dense_replace=5,
+        ),
+        kinds=("layers", "draft"),
+        draft="mtp",
+    ),
 }
 """Every small model by its name."""
 
@@ -291,6 +315,7 @@ _SPECULATIVE = {
     "ngram": {"num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1},
     "draft_model": {"num_speculative_tokens": 3},
     "eagle": {"num_speculative_tokens": 2},
+    "mtp": {"num_speculative_tokens": 1},
 }
 
 
@@ -317,7 +342,8 @@ class MadeModel:
 def ensure_small_model(name: str, environment: VllmEnvironment, progress: Progress) -> MadeModel:
     """The model of that name in the cache directory, and its companion, written there first if need be."""
     model = find_small_model(name)
-    directory = _ensure(name, {**_COMMON, **model.config}, "", model.revision, environment, progress)
+    own = "mtp" if model.draft == "mtp" else ""
+    directory = _ensure(name, {**_COMMON, **model.config}, own, model.revision, environment, progress)
     arguments: tuple[str, ...] = () if model.caches_prefixes else ("--no-enable-prefix-caching",)
     if model.draft:
         speculative = {"method": model.draft, **_SPECULATIVE[model.draft]}
@@ -326,6 +352,10 @@ def ensure_small_model(name: str, environment: VllmEnvironment, progress: Progre
             companion = _ensure(f"{name}.draft", config, model.draft, model.revision, environment, progress)
             speculative["model"] = str(companion)
         arguments += ("--speculative-config", json.dumps(speculative))
+    if model.draft == "mtp":
+        # On CPUs vLLM 0.32 turns chunked prefill off for MLA, yet keeps the smaller steps that it has set for the drafts: a
+        # longer prompt would wait for ever.
+        arguments += ("--max-num-batched-tokens", str(CONTEXT_TOKENS))
     return MadeModel(directory, arguments)
 
 

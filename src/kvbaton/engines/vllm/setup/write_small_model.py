@@ -32,6 +32,8 @@ def main(directory: Path, draft: str) -> None:
     """Write `model.safetensors` for the `config.json` that is there."""
     config: dict[str, Any] = json.loads((directory / "config.json").read_text())
     tensors = _eagle(config) if draft == "eagle" else _whole(directory)
+    if draft == "mtp":
+        tensors |= _mtp(tensors, config["num_hidden_layers"])
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -90,6 +92,20 @@ def _gain(name: str) -> float:
     later = _LATER ** int(found[1]) if found else 1.0
     is_last = re.search(r"\b(o_proj|down_proj|out_proj|output_linear)", name)
     return max(later, 0.25) * _VALUE_OUT if is_last else _VALUE_OUT
+
+
+def _mtp(tensors: dict[str, Any], number: int) -> dict[str, Any]:
+    """A layer of MTP that works like the first layer of its model: it takes the embedding, and little of the hidden state."""
+    first, own = "model.layers.0.", f"model.layers.{number}."
+    norm, embedding = tensors["model.norm.weight"], tensors["model.embed_tokens.weight"]
+    layer = {own + name.removeprefix(first): values.clone() for name, values in tensors.items() if name.startswith(first)}
+    layer |= {f"{own}{name}.weight": torch.ones_like(norm) for name in ("enorm", "hnorm")}
+    hidden = torch.eye(len(norm))
+    layer[f"{own}eh_proj.weight"] = torch.cat([hidden, 0.01 * hidden], dim=1)
+    layer[f"{own}embed_tokens.weight"] = embedding.clone()
+    layer[f"{own}shared_head.norm.weight"] = norm.clone()
+    layer[f"{own}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    return layer
 
 
 def _eagle(config: dict[str, Any]) -> dict[str, Any]:
