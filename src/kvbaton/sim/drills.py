@@ -341,6 +341,17 @@ def _one_fault(rng: random.Random) -> Script:
     return msgspec.structs.replace(script, faults=(msgspec.structs.replace(fault, at_s=at_s),))
 
 
+def _both_full(rng: random.Random) -> Script:
+    """Nothing goes wrong; both pools hold one request, and the target gets its halves in another order than the source."""
+    delays_s = [0.01, *(rng.choice((0.0, 0.05)) for _ in range(rng.randint(1, 3)))]
+    requests = tuple(
+        _request(rng, Mode.PUSH, tokens=3, at_s=0.002 * number, decode_delay_s=delay_s)
+        for number, delay_s in enumerate(delays_s)
+    )
+    script = _stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    return msgspec.structs.replace(script, requests=requests, prefill_blocks=3, decode_blocks=3, move_s=0.002, step_s=0.002)
+
+
 def _one_lost(rng: random.Random) -> Script:
     """One message of a slower hand-off is lost."""
     request = _request(rng, rng.choice(list(Mode)), tokens=rng.randint(2, 4), decode_delay_s=rng.choice((0.0, 0.005, 0.3)))
@@ -581,7 +592,7 @@ def _crowd(rng: random.Random) -> Script:
 SCENES: tuple[Drill, ...] = (
     _one_fault,
     _one_fault,
-    _one_fault,
+    _both_full,
     _one_lost,
     _one_lost,
     _target_first,

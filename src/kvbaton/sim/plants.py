@@ -447,8 +447,10 @@ class _AuxChannelIgnored(TargetSide):
 class _SilenceNotMeasured(TargetSide):
     """Ends what gets no further, and nothing because its source is silent."""
 
-    def _deadline(self, record: TargetRecord) -> float:
-        return record.capped_at
+    def _look_at(self, record: TargetRecord, now: float) -> None:
+        if record.capped_at > now:
+            record.give_up_at = max(record.give_up_at, now + self._limits.retry)
+        super()._look_at(record, now)
 
 
 class _CauseOverwritten(TargetSide):
@@ -495,13 +497,6 @@ class _RefusalOfAnyNumber(TargetSide):
 
     def on_refused(self, sender: Incarnation, refused: Refused) -> None:
         super().on_refused(sender, structs.replace(refused, sequence=0))
-
-
-class _ReadOfAnEarlierGeneration(TargetSide):
-    """Counts what was read before a retraction as if it were of the generation that was announced since."""
-
-    def count_moved(self, record: TargetRecord, reports: Sequence[SpanMoved]) -> None:
-        super().count_moved(record, [structs.replace(report, copy=record.copy) for report in reports])
 
 
 class _PreemptedFails(SourceSide):
@@ -601,8 +596,6 @@ def _plants() -> Iterator[tuple[str, str, str, Bugs]]:
     any_number = _sides(target=_RefusalOfAnyNumber)
     yield "refusal-of-any-number", "refusal of another number taken", "left alone", any_number
     yield "preempted-fails", "preempted request failed", "spurious failure", _sides(source=_PreemptedFails)
-    earlier = _sides(target=_ReadOfAnEarlierGeneration)
-    yield "read-of-an-earlier-generation", "read of a retracted generation counted", "counts agree", earlier
     yield "sums-kept", "checksums of a retracted generation kept", "counts agree", _sides(target=_SumsKept)
     yield "alarm-not-set", "no alarm while queued for a grant", "alarm", _sides(source=_AlarmNotSet)
     yield "every-peer-fenced", "all memory registered anew for one peer", "weakest fence", _sides(target=_EveryPeerFenced)
