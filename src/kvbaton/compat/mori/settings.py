@@ -188,7 +188,7 @@ def set_log_level_of_environment() -> None:
 def sq_backoff_s() -> float:
     """How long a call waits for room in a queue that is full: `MORI_IO_SQ_BACKOFF_TIMEOUT_US`, else 5 s."""
     microseconds = _from_environment("MORI_IO_SQ_BACKOFF_TIMEOUT_US", _positive)
-    return _SQ_BACKOFF_S if microseconds is None else microseconds / 1e6
+    return _SQ_BACKOFF_S if microseconds is None else float(microseconds) / 1e6
 
 
 def node_id() -> str:
