@@ -35,6 +35,8 @@ def options(directory: str, arguments: list[str]) -> dict[str, Any]:
     }
     if "--no-enable-prefix-caching" in arguments:
         found["enable_prefix_caching"] = False
+    if "--max-num-batched-tokens" in arguments:
+        found["max_num_batched_tokens"] = int(arguments[arguments.index("--max-num-batched-tokens") + 1])
     if "--speculative-config" in arguments:
         found["speculative_config"] = json.loads(arguments[arguments.index("--speculative-config") + 1])
     return found
