@@ -6,6 +6,7 @@ the kernel's arithmetic runs in NumPy. Exchanges take it for memory of a GPU onc
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import mmap
 import os
@@ -29,6 +30,8 @@ __all__ = ["GPU", "MAIN", "STAND_IN", "SharedDriver", "PlacedMemory", "place", "
 
 MAIN, STAND_IN, GPU = "main", "stand-in", "cuda"
 _SHARED = Path("/dev/shm")  # noqa: S108 - files in it are memory
+
+_PREFIX = "kvbaton-gpu-"
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -84,7 +87,7 @@ _ALLOCATIONS: dict[int, tuple[GpuAllocation, str]] = {}
 
 class _StandInMemory(_MainMemory):
     def __init__(self, content: Bytes, skip: int) -> None:
-        fd, self._name = tempfile.mkstemp(prefix="kvbaton-gpu-", dir=_SHARED)
+        fd, self._name = tempfile.mkstemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=_SHARED)
         os.close(fd)
         os.truncate(self._name, skip + content.nbytes)
         whole = _mapped(self._name)
@@ -96,6 +99,15 @@ class _StandInMemory(_MainMemory):
     def __del__(self) -> None:
         _ALLOCATIONS.pop(self._base, None)
         Path(self._name).unlink(missing_ok=True)
+
+
+@atexit.register
+def _remove_orphans() -> None:
+    """Tests kill processes; these leave their files."""
+    for path in _SHARED.glob(f"{_PREFIX}*"):
+        owner = path.name.removeprefix(_PREFIX).partition("-")[0]
+        if not Path("/proc", owner).exists():
+            path.unlink(missing_ok=True)
 
 
 def _mapped(name: str) -> Bytes:
