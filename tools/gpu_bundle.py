@@ -32,6 +32,9 @@ KEPT_LIBRARIES = {"spinloop.abi3.so", "cumem_allocator.abi3.so", "fs_io_C.abi3.s
 LEFT_OUT = {"vllm-rs", "RECORD", "deep_gemm", "fmha_sm100", "tml_fa4", "cute", "static"}
 UNNEEDED = ("PIL/_avif*.so", "pillow.libs/libavif*", "tvm_ffi/include", "tvm_ffi/3rdparty", "*/tests", "bin", "*.data")
 UNNEEDED_FILES = {".pyi", ".h", ".hpp", ".a", ".pxd", ".c"}
+MLA = {("64", "512", "bfloat16_t", "false"), ("192", "128", "bfloat16_t", "false")}
+ATTENTION = MLA | {(size, size, dtype, "false") for size in ("64", "128") for dtype in ("bfloat16_t", "half_t")}
+"""Channels of a head, of its value, type, whether there is a soft cap."""
 NUMBA = '''"""Decorators that return the function: only n-gram speculation would compile anything."""
 
 
@@ -103,7 +106,7 @@ def trim(source: Path, target: Path, is_needed: Callable[[bytes], bool]) -> None
 
 
 def is_attention_needed(code: bytes) -> bool:
-    """Of FlashAttention 3: bf16, heads of 64 and 128 channels, no soft cap; and what combines and schedules."""
+    """Of FlashAttention 3: bf16 and fp16, heads of 64 and 128 channels, those of MLA, no soft cap; and what combines."""
     names = sorted(set(re.findall(rb"_ZN7cutlass13device_kernel[0-9A-Za-z_]+", code)))
     if not names:
         return True
@@ -114,8 +117,7 @@ def is_attention_needed(code: bytes) -> bool:
     )
     for line in shown.splitlines():
         found = shape.search(line)
-        is_wanted = found and found[1] == found[2] in ("64", "128") and found[3] == "bfloat16_t" and found[4] == "false"
-        if "Combine" in line or is_wanted:
+        if "Combine" in line or (found and found.groups() in ATTENTION):
             return True
     return False
 

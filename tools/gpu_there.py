@@ -55,6 +55,12 @@ def small(more: str, *, model: str = "{models}/tiny", fails: bool = False, engin
     return Step(f"{common} --engine-arguments={arguments} {more}", 300, fails, alone=False)
 
 
+def rounded(model: str, more: str, *, fails: bool = False, engine: str = "") -> Step:
+    """A verification in 8 or 16 bits: the last token of a prompt is computed alone on both sides, see `--whole-blocks`."""
+    common = f"--transport cuda --whole-blocks 64 --concurrency 1 --longest-prompt 1500 {more}"
+    return small(common, model=model, engine=f"--enable-prefix-caching {engine}".strip(), fails=fails)
+
+
 def cut(prefill: str, decode: str, more: str = "", *, fails: bool = False) -> Step:
     """Several ranks, all on the one GPU."""
     shapes = f"--transport cuda --prefill-shape {prefill} --decode-shape {decode} --concurrency 2 {more}"
@@ -80,7 +86,10 @@ STEPS: dict[str, Step] = {
     "tiny-virtual": small("--transport cuda --mode push --concurrency 4", engine="--enable-cumem-allocator"),
     "tiny-block-64": small("--transport cuda --mode push --concurrency 4", engine="--block-size 64"),
     "tiny-block-256": small("--transport cuda --mode pull --concurrency 4", engine="--block-size 256"),
-    "tiny-fp8": small("--transport cuda --mode push --concurrency 4", engine="--kv-cache-dtype fp8"),
+    "tiny-fp8": rounded("{models}/tiny", "--mode push", engine="--kv-cache-dtype fp8"),
+    "tiny-fp16": rounded("{models}/tiny", "--mode pull --cache-dtype float16"),
+    "tiny-bf16": rounded("{models}/tiny", "--mode push --cache-dtype bfloat16"),
+    "tiny-bf16-drop": rounded("{models}/tiny", "--mode push --cache-dtype bfloat16 --drop-writes", fails=True),
     "tiny-drop": small("--transport cuda --mode push --drop-writes", fails=True),
     "tp1-tp2": cut("tp1", "tp2", "--mode push"),
     "tp2-tp1": cut("tp2", "tp1", "--mode push"),
@@ -100,7 +109,12 @@ STEPS: dict[str, Step] = {
     "falcon-h1": kind("falcon-h1", "--mode pull"),
     "nemotron-h": kind("nemotron-h", "--mode push"),
     "mamba2": kind("mamba2", "--mode push"),
-    "mla": kind("mla-128", "--mode push --cache-dtype bfloat16 --integrity full"),
+    "llama4": kind("llama4", "--mode push"),
+    "mla": rounded("small-mla", "--mode push --cache-dtype bfloat16"),
+    "mla-pull": rounded("small-mla", "--mode pull --cache-dtype bfloat16 --integrity full"),
+    "mla-triton": rounded("small-mla-128", "--mode push --cache-dtype bfloat16", engine="--attention-backend TRITON_MLA"),
+    "mla-drop": rounded("small-mla", "--mode push --cache-dtype bfloat16 --drop layers", fails=True),
+    "mtp": rounded("small-mtp", "--mode push --cache-dtype bfloat16"),
     "eagle": kind("eagle", "--mode push"),
     "draft": kind("draft-8h", "--mode push"),
     "push-eager": verify("--transport cuda --mode push --concurrency 1"),
@@ -108,6 +122,10 @@ STEPS: dict[str, Step] = {
     "push-graphs": verify(f"--transport cuda --mode push --concurrency 1 --engine-arguments={shlex.quote(FULL_GRAPHS)}"),
     "pull-graphs": verify(f"--transport auto --mode pull --concurrency 1 --engine-arguments={shlex.quote(FULL_GRAPHS)}"),
     "push-compiled": verify(f"--transport cuda --mode push --concurrency 1 --engine-arguments={shlex.quote(COMPILED)}"),
+    "push-bf16": verify(
+        "--transport cuda --mode push --concurrency 1 --cache-dtype bfloat16 --integrity full --whole-blocks 16"
+        f" --engine-arguments={shlex.quote(FULL_GRAPHS + ' --enable-prefix-caching')}"
+    ),
     "drop-writes": verify("--transport cuda --mode push --drop-writes", requests=4, fails=True),
     "storm-push": Step(f"{HERE}/gpu_storm.py {{models}}/tiny --mode push", 560, script=True, alone=False),
     "storm-pull": Step(f"{HERE}/gpu_storm.py {{models}}/tiny --mode pull --no-kills", 300, script=True, alone=False),
@@ -119,14 +137,15 @@ STEPS: dict[str, Step] = {
         f"{HERE}/gpu_first_token.py {{models}}/m8b --engine-arguments={shlex.quote(FULL_GRAPHS)}", 300, script=True
     ),
     "device": Step(f"-m pytest -p no:cacheprovider -q {HERE.parent}/tests/contract/test_device_contract.py", 120, script=True),
-    "contract": Step(f"-m pytest -p no:cacheprovider -q {HERE.parent}/tests/contract -k 'cuda or GPU'", 300, script=True),
+    "contract": Step(
+        f"-m pytest -p no:cacheprovider -q {HERE.parent}/tests/contract -k 'cuda or GPU'", 520, script=True, alone=False
+    ),
     "mori": Step(
         f"-m pytest -p no:cacheprovider -q -rs {HERE.parent}/tests/compat/mori/test_mori_io.py"
         f" {HERE.parent}/tests/contract/test_exchange_gpu.py -k 'GPU or cuda'",
         300,
         script=True,
     ),
-    "checksums": verify("--transport cuda --mode push --integrity full --cache-dtype bfloat16", requests=12),
 }
 
 

@@ -32,6 +32,7 @@ __all__ = ["VerifiedPair", "run_verify"]
 
 _REQUEST_S = 900.0
 _REFUSAL = "incompatible peer"
+_FEWEST_TOKENS = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,8 @@ def run_verify(
         engine.check_support(side)
     model = _check(engines, (prefill, decode), progress)
     longest = _longest_prompt(settings, model, progress)
-    prompts = make_prompts(model.encode, settings.requests, settings.seed, longest, min(settings.shortest_prompt, longest))
+    shortest = min(max(settings.shortest_prompt, settings.whole_blocks + 1), longest)
+    prompts = make_prompts(model.encode, settings.requests, settings.seed, longest, shortest, settings.whole_blocks)
     with contextlib.ExitStack() as stack:
         if counts is not None:
             stack.callback(counts.close)
@@ -212,6 +214,9 @@ async def _send_all(
 
         async def one(index: int) -> RequestRow:
             async with gate:
+                if settings.whole_blocks:
+                    with contextlib.suppress(PeerError):  # A server that fails fails the second time too, and that is reported.
+                        await ask(session, servers.single_url, servers.model, prompts[index], _FEWEST_TOKENS)
                 row = await _send_one(session, servers, index, prompts[index], settings.max_tokens)
             on_row(row)
             return row

@@ -47,7 +47,7 @@ class VerifySettings:
         a control: another model for the decode instances, or other sizes of it as in `tiny-mamba@conv_taps=6`. They must
         refuse, with exit code 2.
     cache_dtype
-        type of the numbers in all caches: `float32`; `float16` for the small models; `bfloat16` for vLLM.
+        type of the numbers in all caches: `float32`; `float16` for the small models and vLLM; `bfloat16` for vLLM.
     decode_cache_dtype
         a control: another type for the decode instances. They must refuse, with exit code 2.
     device
@@ -56,6 +56,10 @@ class VerifySettings:
         more arguments for the command line of every engine, as one string.
     shortest_prompt
         see `longest_prompt`.
+    whole_blocks
+        for caches of 8 and 16 bits, whose kernels round differently in prefill and in decode: prompts are one token longer
+        than a number of blocks of so many tokens, and the single instance is asked twice. Its second answer counts: with the
+        prompt in its prefix cache it computes the last token as a decode instance does. 0: it is asked once.
     connector
         which connector moves caches: `kvbaton`, or one that the engine ships and that runs on the drop-in for MoRI: `moriio`
         of vLLM, `mori` of SGLang.
@@ -87,6 +91,7 @@ class VerifySettings:
     device: str = "cpu"
     engine_arguments: str = ""
     shortest_prompt: int = 1
+    whole_blocks: int = 0
     connector: str = "kvbaton"
     pair_url: str = ""
     single_url: str = ""
@@ -95,6 +100,13 @@ class VerifySettings:
         for name in ("requests", "concurrency", "prefill", "decode", "max_tokens", "shortest_prompt", "longest_prompt"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
+        if self.whole_blocks < 0:
+            raise ConfigError(f"--whole-blocks is {self.whole_blocks}; it must be the tokens of a block, or 0")
+        if self.whole_blocks >= self.longest_prompt:
+            raise ConfigError(
+                f"--whole-blocks is {self.whole_blocks} and --longest-prompt {self.longest_prompt}; one block and one token "
+                "more have to fit"
+            )
         if self.max_tokens < _FEWEST_TOKENS:
             raise ConfigError(
                 f"--max-tokens is {self.max_tokens}; it must be at least {_FEWEST_TOKENS}: the first token is the prefill "

@@ -40,15 +40,21 @@ def make_text(generator: random.Random, words: int) -> str:
 
 
 def make_prompts(
-    encode: Callable[[str], Sequence[int]], requests: int, seed: int, longest: int, shortest: int = 1
+    encode: Callable[[str], Sequence[int]], requests: int, seed: int, longest: int, shortest: int = 1, whole_blocks: int = 0
 ) -> list[tuple[int, ...]]:
-    """`requests` prompts as token ids, lengths log-uniform from `shortest` to `longest`; about a third share a prefix."""
+    """`requests` prompts as token ids, lengths log-uniform from `shortest` to `longest`; about a third share a prefix.
+
+    With `whole_blocks`, each is one token longer than a number of blocks of so many tokens, and none shares a prefix: prompts
+    whose prefixes are cached would be computed in other steps than alone.
+    """
     generator = random.Random(seed)
     prompts: list[tuple[int, ...]] = []
     for _ in range(requests):
         length = round(math.exp(generator.uniform(math.log(shortest), math.log(longest))))
         own = tuple(encode(make_text(generator, length + 8)))[:length]
-        if prompts and generator.random() < _SHARED:
+        if whole_blocks:
+            own = own[: (len(own) - 1) // whole_blocks * whole_blocks + 1]
+        elif prompts and generator.random() < _SHARED:
             other = generator.choice(prompts)
             cut = generator.randint(1, len(other))
             own = (other[:cut] + own)[: max(length, cut)]

@@ -24,7 +24,7 @@ REFUSED = {
 }
 BY_VLLM = {
     "leaves out": (VerifySettings(model="tiny", drop="all"), "--drop 'all' names nothing of vLLM's caches; give one of writes"),
-    "dtype": (VerifySettings(model="tiny", decode_cache_dtype="float16"), "--cache-dtype is float16; with vLLM it is float32"),
+    "dtype": (VerifySettings(model="tiny", decode_cache_dtype="int8"), "--cache-dtype is int8; with vLLM it is float32"),
     "lacks": (VerifySettings(model="tiny", decode_lacks="layer:0"), "--decode-lacks is no control of vLLM"),
     "shape": (VerifySettings(model="tiny", decode_shape="cp2"), "shape cp2 has cp2; with vLLM on CPUs"),
     "model": (VerifySettings(model="tiny-gqa8"), "model tiny-gqa8 is one of the embedded engine; with vLLM use small-llama"),

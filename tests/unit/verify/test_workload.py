@@ -50,6 +50,14 @@ def test_some_prompts_share_prefixes_and_most_do_not() -> None:
     assert len(sharing) < len(prompts)
 
 
+@pytest.mark.parametrize("block", [1, 16, 31])
+def test_prompts_of_whole_blocks_have_one_token_more_and_share_nothing(block: int) -> None:
+    prompts = make_prompts(_encode, 60, 5, longest=400, shortest=block + 1, whole_blocks=block)
+    assert all(len(prompt) % block == 1 % block and block < len(prompt) <= 400 for prompt in prompts)
+    long = [prompt for prompt in prompts if len(prompt) > 60]
+    assert not any(one[:60] == other[:60] for one, other in combinations(long, 2))
+
+
 @pytest.mark.parametrize("words", [0, 1, 50])
 def test_text_is_at_least_as_long_as_asked_for(words: int) -> None:
     assert len(make_text(random.Random(0), words).split()) >= words

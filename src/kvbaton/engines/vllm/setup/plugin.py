@@ -71,7 +71,7 @@ class VllmPlugin(EnginePlugin):
         controls=("drop_writes", "drop"),
         shapes=True,
         hosts=True,
-        cache_dtypes=("float32", "bfloat16"),
+        cache_dtypes=("float32", "float16", "bfloat16"),
     )
     healthy_within_s = 900.0
     server_bytes = 2_700_000_000
