@@ -147,6 +147,7 @@ class WorkerHalf:
         self._targets: dict[HandoffKey, _WorkerTarget] = {}
         self._chunks: tuple[ComputedChunk, ...] = ()
         self._has_forward = False
+        self._follows_forward = False
         self._has_reported = False
         self._undrained: set[HandoffKey] = set()
         self._finished = Finished()
@@ -166,6 +167,7 @@ class WorkerHalf:
         """Carry the orders out; returns when nothing that the forward may overwrite is announced any more."""
         self._chunks = orders.chunks
         self._step = orders.number
+        self._follows_forward = self._has_forward
         self._has_forward = orders.has_forward
         self._groups.begin(orders.chunks)
         self._busy(True)
@@ -222,8 +224,10 @@ class WorkerHalf:
         """What has finished since the last call; a step without a forward waits a moment for it."""
         self._busy(False)
         self._take_events()
-        # vLLM with async scheduling takes a report after the step that follows it, so that step must not wait.
-        if not (self._finished or self._has_reported or self._has_forward) and self.live:
+        # vLLM with async scheduling takes what a step has computed or reported after the step that follows, so that one must
+        # not wait.
+        must_not_wait = self._finished or self._has_reported or self._has_forward or self._follows_forward
+        if self.live and not must_not_wait:
             self._news.wait(_IDLE_WAIT_S)
             self._take_events()
         finished, self._finished = self._finished, Finished()

@@ -31,6 +31,31 @@ def whole(tokens: int = 10) -> Span:
     return Span(0, 0, tokens, 0, LAYERS)
 
 
+def test_only_a_step_that_keeps_no_result_waiting_waits_for_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With async scheduling vLLM takes the tokens of a step, and its report, after the next one."""
+    rig, waits = Rig(), 0
+
+    def wait(_: float) -> bool:
+        nonlocal waits
+        waits += 1
+        return False
+
+    monkeypatch.setattr(rig.port.news, "wait", wait)
+    request = begun(rig)
+    rig.step(Computing(request.request_id, 0, 10))
+    rig.step()
+    assert waits == 0, "the first token of the step before was kept waiting"
+    rig.step()
+    assert waits == 1
+    finished(rig, request)
+    rig.step()
+    rig.port.push(SourceEnded(key_of(), Outcome.DELIVERED))
+    waits = 0
+    assert rig.step().sending
+    rig.step()
+    assert waits == 0, "the report was kept waiting"
+
+
 @pytest.mark.parametrize("chunks", [(10,), (4, 6), (3, 3, 4), (1,) * 10, (8, 2)])
 def test_every_token_of_every_layer_is_told_once_however_the_prompt_is_cut(chunks: tuple[int, ...]) -> None:
     rig = Rig()
