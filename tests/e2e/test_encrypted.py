@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -60,6 +61,7 @@ def test_no_port_of_an_instance_gives_anything_in_the_clear_and_new_keys_are_tak
                 assert b"kvbaton_" in answer.read()
             with pytest.raises(OSError, match=r"certificate|reset|closed|EOF"):
                 urllib.request.urlopen(url, timeout=10, context=_believing(certificates)).read()
+        _bad_files_are_counted(up, certificates)
         _rotate_under_load(up, certificates)
 
 
@@ -81,6 +83,33 @@ def _believing(certificates: Path) -> ssl.SSLContext:
     context = ssl.create_default_context(cafile=str(certificates / "ca.crt"))
     context.check_hostname = False
     return context
+
+
+def _bad_files_are_counted(up: Up, certificates: Path) -> None:
+    """A key that does not belong to the certificate: every process counts it, and serves as before."""
+    assert _failed_loads(up, certificates) == [0, 0, 0]
+    key = (certificates / "tls.key").read_bytes()
+    other = certificates.parent / "other"
+    make_certificate(other)
+    (certificates / "tls.key").write_bytes((other / "tls.key").read_bytes())
+    # With certificates of its own: this process cannot load what does not fit.
+    shown = certificates.parent / "shown"
+    shutil.copytree(certificates, shown)
+    (shown / "tls.key").write_bytes(key)
+    wait_until(lambda: _failed_loads(up, shown) == [1, 1, 1], "router, prefill and decode count the files", 30)
+    assert up.client.complete().document["kvbaton"]["handed_off"] is True
+    (certificates / "tls.key").write_bytes(key)
+
+
+def _failed_loads(up: Up, certificates: Path) -> list[int]:
+    """How many changes of the files the router and the instances have not taken."""
+    pages = [up.client.get("/metrics").content.decode()]
+    for instance in up.client.get("/instances").document["live"]:
+        url = f"https://{instance['http_address']}/metrics"
+        with urllib.request.urlopen(url, timeout=10, context=ClusterTls(certificates).client) as answer:
+            pages.append(answer.read().decode())
+    found = [re.findall(r"^kvbaton_(?:router_)?failed_certificate_loads_total (\S+)$", page, re.MULTILINE) for page in pages]
+    return [int(float(*counts)) for counts in found]
 
 
 def _rotate_under_load(up: Up, certificates: Path) -> None:

@@ -172,6 +172,7 @@ class Driver(HandoffPort):
             runs_total=self._ranks.runs_total,
             peers=coordinator.peers,
             handshakes_total=coordinator.handshakes_total,
+            failed_certificate_loads_total=self._sockets.failed_certificate_loads_total(),
         )
 
     def _dropped_total(self) -> Counter[str]:

@@ -226,3 +226,5 @@ class AgentStats:
     """Peers whose cards are known."""
     handshakes_total: int = 0
     """Cards that were checked and taken, each incarnation of a peer once."""
+    failed_certificate_loads_total: int = 0
+    """Changes of the certificate files that were not taken, because the files do not fit or have expired."""

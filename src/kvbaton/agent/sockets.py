@@ -126,12 +126,13 @@ class ControlSockets:
         self._trust.check_bind(host)
         self.address = ControlAddress.of(host, port)
         bound = _bind(host, port)
+        self._tls = cluster_tls(self._trust.tls_dir)
         self._limits = limits or DoorLimits(frame_bytes=MAX_FRAME_BYTES, unknown_frame_bytes=MAX_FRAME_BYTES)
         self._door = Door(
             self._limits,
             self._on_end,
             key=self._trust.key,
-            tls=cluster_tls(self._trust.tls_dir),
+            tls=self._tls,
             on_open=self._on_open,
             refusal=self._refusal,
         )
@@ -144,6 +145,10 @@ class ControlSockets:
         self._tokens, self._tokens_at = _DIAL_BURST, time.monotonic()
         self._log_limit = LogLimit(every_s=1.0)
         self.dropped_total: Counter[str] = Counter(dict.fromkeys(Dropped, 0))
+
+    def failed_certificate_loads_total(self) -> int:
+        """Changes of the certificate files that were not taken; safe to call from any thread."""
+        return 0 if self._tls is None else self._tls.failed_loads_total()
 
     def dial(self, address: ControlAddress, message: Message) -> None:
         """Send to the peer that answers at `address`; connects first if need be. Where that is forbidden, see `refusals`."""

@@ -47,8 +47,8 @@ class RouterCore:
         self.registry = registry
         self.slots = SlotBook(MAX_SLOTS)
         self.metrics = RouterMetrics(board, row, registry)
-        tls = cluster_tls(settings.tls_dir)
-        self.upstream = Upstream(settings.connect_timeout_s, None if tls is None else tls.client)
+        self._tls = cluster_tls(settings.tls_dir)
+        self.upstream = Upstream(settings.connect_timeout_s, None if self._tls is None else self._tls.client)
         routed = RoutedTransfers(rings, row, self.slots, registry)
         chooser = Chooser(settings, registry, Loads(board, row, COLUMNS), self.slots)
         self.dispatcher = Dispatcher(settings, registry, chooser, self.upstream, self.metrics, routed)
@@ -66,6 +66,8 @@ class RouterCore:
         self.dispatcher.sweep(now)
         self.upstream.sweep(now)
         self.server.sweep(now)
+        if self._tls is not None:
+            self.metrics.see_failed_certificate_loads(self._tls.failed_loads_total())
 
     async def stop(self) -> None:
         """Finish the requests in flight within the drain's limit, then close everything.

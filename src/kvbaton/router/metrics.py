@@ -39,6 +39,7 @@ _COUNTERS = {
     "unauthorized": "Requests without a valid key",
     "malformed_traces": "Requests whose traceparent cannot be read; they were served without it",
     "untraced_handoffs": "Hand-offs of recorded traces that got no spans, because too many were under way or none was noted",
+    "failed_certificate_loads": "Changes of the certificate files that were not taken, by each process of the router",
     "quarantines": "Times that an instance was put aside because it could not be reached",
     "messages": "",
 }
@@ -94,6 +95,10 @@ class RouterMetrics:
     def see_messages(self, messages: int, malformed: Mapping[Cause, int]) -> None:
         """How many messages the discovery socket has seen; written by the process that has it."""
         write_messages(self._cells, messages, malformed)
+
+    def see_failed_certificate_loads(self, total: int) -> None:
+        """How many changes of the certificate files this process has not taken so far."""
+        self._cells[self._columns["failed_certificate_loads"]] = total
 
     def value(self, name: str) -> float:
         """A number over all processes."""

@@ -117,7 +117,7 @@ class TlsSocket(ssl.SSLSocket):
 class ClusterTls:
     """The certificates of a directory. Raises ConfigError, with the file, for what cannot be used.
 
-    `server` and `client` may be handed out once, and follow the files. `failed_loads_total` counts files that were not taken.
+    `server` and `client` may be handed out once, and follow the files.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -127,12 +127,17 @@ class ClusterTls:
         self._stamp = _stamp(folder)
         self._server, self._client, self.valid_until = _load(folder)
         self._look_at = clock() + _LOOK_S
-        self.failed_loads_total = 0
+        self._failed_loads_total = 0
         self.server: ssl.SSLContext = _FollowingContext(lambda: self._contexts()[0])
         self.client: ssl.SSLContext = _FollowingContext(lambda: self._contexts()[1])
 
     def __repr__(self) -> str:
         return f"ClusterTls({self.folder})"
+
+    def failed_loads_total(self) -> int:
+        """How many sets of files were not taken. Looks at the files itself: a process may connect to no peer for hours."""
+        self._contexts()
+        return self._failed_loads_total
 
     def _contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
         with self._lock:
@@ -150,7 +155,7 @@ class ClusterTls:
         try:
             self._server, self._client, self.valid_until = _load(self.folder)
         except (ConfigError, OSError) as error:
-            self.failed_loads_total += 1
+            self._failed_loads_total += 1
             _log.error("the certificates stay as they were (valid until %s): %s", self.valid_until, error)
         else:
             _log.info("certificates of %s were replaced; the new one is valid until %s", self.folder, self.valid_until)

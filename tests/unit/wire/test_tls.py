@@ -160,13 +160,13 @@ def test_files_that_do_not_fit_change_nothing_and_are_counted(tmp_path: Path, ca
             clock.now += 2
             connect(our_tls(), followed)
             connect(our_tls(), followed)
-    assert followed.failed_loads_total == 2
+    assert followed.failed_loads_total() == 2
     assert len(caplog.records) == 2
     assert all("the certificates stay as they were" in record.getMessage() for record in caplog.records)
     copy_files(our_tls().folder, folder)
     clock.now += 2
     connect(our_tls(), followed)
-    assert followed.failed_loads_total == 2
+    assert followed.failed_loads_total() == 2
 
 
 def test_no_session_is_resumed() -> None:
@@ -196,4 +196,4 @@ def test_files_that_go_while_they_are_read_change_nothing_and_are_counted(
     copy_files(other_tls().folder, tmp_path / "files")
     clock.now += 60.0
     connect(our_tls(), followed)
-    assert followed.failed_loads_total == 1
+    assert followed.failed_loads_total() == 1

@@ -78,6 +78,8 @@ def _agent_families(agent: AgentStats) -> Iterator[Metric]:
     fallbacks = "Aux records that were sent by message because the data transport could not, by cause."
     yield _labelled(CounterMetricFamily, "aux_fallbacks", fallbacks, ("cause",), _by(agent.aux_fallbacks_total))
     yield CounterMetricFamily("kvbaton_agent_errors", "Internal errors that the agents survived.", agent.errors_total)
+    not_taken = "Changes of the certificate files that were not taken."
+    yield CounterMetricFamily("kvbaton_failed_certificate_loads", not_taken, agent.failed_certificate_loads_total)
     yield CounterMetricFamily("kvbaton_agent_turns", "Turns of the agents' thread.", agent.turns_total)
     yield CounterMetricFamily("kvbaton_agent_busy_seconds", "Seconds in which the agents' thread was busy.", agent.busy_s_total)
     polled = "Seconds in which it polled its transport for completions."

@@ -25,6 +25,7 @@ _COUNTED = {
     "dropped_messages": "Control messages that were not taken",
     "checksum_mismatches": "Hand-offs that failed because of a checksum",
     "agent_errors": "Errors of our own that the agents went on after",
+    "failed_certificate_loads": "Changes of the certificate files that were not taken",
 }
 _NOW = {
     "quarantined_blocks": "Blocks that wait until no peer can write to them any more",

@@ -45,6 +45,7 @@ def _agent(dropped: Counter[str]) -> AgentStats:
         runs_total=8,
         peers=2,
         handshakes_total=9,
+        failed_certificate_loads_total=11,
     )
 
 
@@ -60,6 +61,7 @@ def test_what_the_agents_have_counted_is_reported() -> None:
         "kvbaton_runs_total 8.0",
         "kvbaton_peers 2.0",
         "kvbaton_handshakes_total 9.0",
+        "kvbaton_failed_certificate_loads_total 11.0",
         'kvbaton_aux_fallbacks_total{cause="no free slot"} 5.0',
         "kvbaton_agent_errors_total 1.0",
         "kvbaton_agent_turns_total 10.0",
