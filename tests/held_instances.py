@@ -34,7 +34,7 @@ from kvbaton.bench.bare.instance import (
 )
 from kvbaton.bench.bare.pages import SMALL, TaggedPages
 from kvbaton.bench.bare.process import BareProcess
-from kvbaton.config import Limits
+from kvbaton.config import Limits, Trust
 from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation
 from kvbaton.core.messages import Message
 from kvbaton.engines.instance import AgentSettings, open_driver
@@ -49,6 +49,8 @@ class HeldSettings(BareSettings, frozen=True):
     """Everything that such an instance is started with."""
 
     limits: Limits = Limits()
+    host: str = "127.0.0.1"
+    cluster_key: str = ""
 
 
 class Hold(msgspec.Struct, frozen=True):
@@ -134,8 +136,8 @@ class MutedSockets(ControlSockets):
     `swallowed` keeps, per task, the hand-offs that this happened to.
     """
 
-    def __init__(self, me: Incarnation, host: str, port: int) -> None:
-        super().__init__(me, host, port)
+    def __init__(self, me: Incarnation, host: str, port: int, trust: Trust) -> None:
+        super().__init__(me, host, port, trust)
         self._muted: dict[str, tuple[str, ...]] = {}
         self.swallowed: dict[str, set[HandoffKey]] = {}
 
@@ -266,10 +268,12 @@ class HeldInstance(BareInstance):
     def open_driver(self, settings: BareSettings, pages: TaggedPages, news: Callable[[], None]) -> Driver:
         assert isinstance(settings, HeldSettings)
         self._holds: dict[str, Hold] = {}
-        port, limits = PortPicker().pick(), settings.limits
-        agents = AgentSettings(port, transport=settings.transport, limits=limits, handoff=settings.handoff)
+        port, limits, trust = PortPicker().pick(), settings.limits, Trust(settings.cluster_key.encode() or None)
+        agents = AgentSettings(
+            port, settings.host, transport=settings.transport, limits=limits, handoff=settings.handoff, trust=trust
+        )
         self._holding = HoldingTransport(agents.open_transport(self.incarnation, pages.region), pages.region)
-        self._muted = MutedSockets(self.incarnation, agents.control_host, port)
+        self._muted = MutedSockets(self.incarnation, agents.control_host, port, trust)
         wrapped: Any = {"sockets": self._muted, "transport": self._holding}
         return open_driver(agents, self.incarnation, MODEL, pages.layout(), pages.region, news, **wrapped)
 

@@ -9,6 +9,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
+from hosts import Host
+
 from held_instances import NO_HOLD, CancelTask, Free, Halt, HeldProcess, HeldSettings, Hold, SetHold
 from kvbaton.bench.bare.instance import HandoffEnd, Task
 from kvbaton.bench.bare.process import Relay
@@ -26,6 +29,7 @@ _BLOCKS = 128
 _BLOCKS_EACH = 4
 _WAIT_S = 20.0
 _FRESH = 64
+_KEY = "the key of three hosts that are gone after the test"
 
 
 @dataclass(frozen=True)
@@ -175,12 +179,20 @@ def _is_idle(process: HeldProcess) -> bool:
 
 
 @contextmanager
-def scene(mode: Mode, transport: str) -> Iterator[Scene]:
-    """Three instances, started; ended when left, the stopped ones too."""
+def scene(mode: Mode, transport: str, places: Sequence[Host] = ()) -> Iterator[Scene]:
+    """Three instances, started; ended when left, the stopped ones too. With `places`, each on a host of its own."""
     settings = HeldSettings(_BLOCKS, TOKENS, transport=transport, limits=LIMITS)
     with ExitStack() as parts:
-        source, target, spare = (parts.enter_context(HeldProcess(name, settings)) for name in ("source", "target", "spare"))
-        for process in (source, target, spare):
+        made = []
+        for index, name in enumerate(("source", "target", "spare")):
+            if places:
+                there = msgspec.structs.replace(settings, host=places[index].ipv4, cluster_key=_KEY)
+                made.append(HeldProcess(name, there, places[index].named_command()))
+            else:
+                made.append(HeldProcess(name, settings))
+            parts.enter_context(made[-1])
+        for process in made:
             parts.callback(process.send_signal, signal.SIGCONT)
             assert process.here.pid == process.pid
-        yield Scene(mode, source, target, spare, Relay([source, target, spare]))
+        source, target, spare = made
+        yield Scene(mode, source, target, spare, Relay(made))

@@ -42,6 +42,14 @@ class Host:
         """A command, to be run on this host."""
         return ["ip", "netns", "exec", self.namespace, *arguments] if self.namespace else list(arguments)
 
+    def named_command(self, *arguments: str) -> list[str]:
+        """The same, with a host name of its own: processes of hosts with different names do not take each other for neighbours.
+
+        Every step becomes the next one, so that the command has the id of the process that is started.
+        """
+        name = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.device]
+        return self.command(*name, *arguments)
+
 
 class Switch(Link):
     """Carries packets between any of several descriptors, by their addresses."""
@@ -58,8 +66,13 @@ class Switch(Link):
 
     def separate(self, one: Host, other: Host) -> None:
         """Carry nothing between two hosts."""
-        pair = (self._at(one), self._at(other))
-        self._apart |= {pair, pair[::-1]}
+        self.stop(one, other)
+        self.stop(other, one)
+
+    def stop(self, sender: Host, receiver: Host) -> None:
+        """Carry nothing from one host to another."""
+        # A new set: the thread of the link reads the old one meanwhile.
+        self._apart = self._apart | {(self._at(sender), self._at(receiver))}
 
     def join(self) -> None:
         """Carry packets between all hosts again."""

@@ -28,19 +28,23 @@ _TURN_S = 0.2
 
 
 class BareProcess:
-    """One bare instance in a process of its own. Leaving it ends the process; `is_over` once it will report nothing more."""
+    """One bare instance in a process of its own. Leaving it ends the process; `is_over` once it will report nothing more.
+
+    `prefix` is a command that runs the interpreter elsewhere, such as on another host, as the same process.
+    """
 
     program: tuple[str, ...] = ("-m", "kvbaton.bench.bare.instance")
     """What the interpreter runs."""
     report_types: Any = Report
     """What it reports."""
 
-    def __init__(self, name: str, settings: BareSettings) -> None:
+    def __init__(self, name: str, settings: BareSettings, prefix: Sequence[str] = ()) -> None:
         self.name = name
         ours, theirs = channel_pair()
         arguments = [msgspec.json.encode(settings).decode(), str(theirs.fileno())]
         with theirs:
-            self._process = subprocess.Popen([sys.executable, *self.program, *arguments], pass_fds=[theirs.fileno()])
+            command = [*prefix, sys.executable, *self.program, *arguments]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         self._channel = Channel(ours, f"bare instance {name}")
         self._decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(self.report_types)
         self._asked = 0
