@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from system import Client, Stand
 from kvbaton.cli.main import main
 from kvbaton.launch.ports import PortPicker
 from promql import Scrapes, evaluate
+from vllm_series import vllm_pages
 
 _DEPLOY = Path(__file__).parents[2] / "deploy"
 _BOARD = json.loads((_DEPLOY / "grafana" / "kvbaton.json").read_text())
@@ -45,49 +45,13 @@ class Deployment:
         addresses = (self.router, self.prefill, self.decode)
         pages = {each: Client(int(each.rpartition(":")[2])).get("/metrics").content.decode() for each in addresses}
         self._scrapes += 1
-        return {**pages, "vllm": vllm_page(self._scrapes)}
+        return {**pages, "vllm": vllm_pages(self._scrapes + 1)[-1]}
 
 
 @pytest.fixture(scope="module")
 def deployment() -> Iterator[Deployment]:
     with Stand(router_arguments=("--local-prefill-chars", "16")) as stand:
         yield Deployment(stand)
-
-
-_VLLM_SERVER = """
-import json, sys, types
-from prometheus_client import Counter, Gauge, Histogram, generate_latest
-
-class Base:
-    def __init__(self, vllm_config, metric_types, labelnames, per_engine_labelvalues):
-        self.per_engine_labelvalues = per_engine_labelvalues
-
-name = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
-sys.modules[name] = types.SimpleNamespace(KVConnectorPromMetrics=Base, KVConnectorStats=object)
-
-from kvbaton.engines.vllm.metrics import KVBatonMetrics
-
-metrics = KVBatonMetrics(None, {each: each for each in (Counter, Gauge, Histogram)}, ["engine"], {0: ["0"]})
-for reported in json.loads(sys.argv[1]):
-    metrics.observe(reported)
-print(generate_latest().decode())
-"""
-
-
-def vllm_page(steps: int) -> str:
-    """The page of our series in a vLLM that has reported so many steps; its base classes are stand-ins."""
-    series = {
-        "moved_bytes": [3_000_000],
-        "wire_s": [0.02],
-        "handover_s": [0.01],
-        "source_queue_s": [0.1],
-        "target_queue_s": [0.1],
-    }
-    grown = {"runs": 1, "handshakes": 1, "late_events": 0, "dropped_messages": 0, "checksum_mismatches": 0, "agent_errors": 0}
-    gauges = {"live_target": 1, "live_source": 0, "quarantined_blocks": 0, "peers": 1}
-    step = {"ended": {"target delivered": 1}, "failures": {}, "grown": grown, "series": series, "gauges": gauges}
-    command = [sys.executable, "-c", _VLLM_SERVER, json.dumps([step] * (steps + 1))]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
 def filled(expression: str) -> str:
@@ -199,6 +163,7 @@ kvbaton_handoffs_total{outcome="expired",side="source"} 1
 kvbaton_quarantined_blocks 3
 vllm:kvbaton_checksum_mismatches_total{engine="0"} 1
 kvbaton_agent_errors_total 1
+kvbaton_router_failed_certificate_loads_total 1
 kvbaton_router_instances{mode="push",type="prefill"} 0
 kvbaton_router_instances{mode="push",type="decode"} 1
 """
