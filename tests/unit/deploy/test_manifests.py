@@ -6,11 +6,14 @@ import copy
 import functools
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from kustomized import render
 
 from kvbaton.cli.main import make_app
@@ -71,6 +74,19 @@ def test_every_manifest_is_valid_by_the_schemas_of_kubernetes() -> None:
     for manifest in found.values():
         if manifest["kind"] not in _CUSTOM:
             validate(manifest, _VERSION, strict=True)
+
+
+@overlays
+@pytest.mark.skipif(not shutil.which("kustomize"), reason="no kustomize here; on Debian 13: apt-get install kustomize")
+def test_kustomize_renders_the_same(overlay: Path) -> None:
+    done = subprocess.run(["kustomize", "build", str(overlay)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr[:2000]
+    found = list(yaml.safe_load_all(done.stdout))
+
+    def by_name(manifests: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+        return {(each["kind"], each["metadata"]["name"]): each for each in manifests}
+
+    assert by_name(found) == by_name(rendered(overlay))
 
 
 def test_the_schemas_notice_a_mistake() -> None:
