@@ -629,6 +629,7 @@ class SourceSide:
         """A target has refused a request as a whole: it fetches nothing of its transfer id, now or later.
 
         What has ended here before is left out: it belongs to an earlier request of the same id, not to one that is yet to come.
+        A grant that was parked is not: the engine's own request for it is still on its way, and would wait for nothing.
         """
         transfer_id, reason = stop.key.transfer_id, _reason_of(stop)
         stopped = [
@@ -645,7 +646,7 @@ class SourceSide:
             reason,
             until=now + self._limits.defer_timeout,
             now=now,
-            except_for=over | {record.key for record in stopped},
+            except_for=over | {record.key for record in stopped if record.is_expected},
         )
         for record in stopped:
             self._end_by(record, SourceEvent.STOP_ASKED, _outcome_here(stop.outcome), reason)

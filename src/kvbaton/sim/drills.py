@@ -1,7 +1,7 @@
 """Drills: small runs built round one kind of trouble, only its timing left to chance. Random runs meet these too rarely.
 
-The run of every second seed is a drill. They are in two lists, of which each has every fourth seed: one that is added to a list
-changes the runs of that list only.
+The run of more than every second seed is a drill. They are in three lists, of which two have every fourth seed and the last one
+every eighth: one that is added to a list changes the runs of that list only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvbaton.sim.exhaustive import FLOWS, flow_script, single_faults
 from kvbaton.sim.script import Fault, FaultKind, RequestScript, Script, make_script
 from kvbaton.transport.base import LateWrites
 
-__all__ = ["DRILLS", "SCENES", "drill_of_seed", "script_of_seed"]
+__all__ = ["DRILLS", "EDGES", "SCENES", "drill_of_seed", "script_of_seed"]
 
 _FLOW_S = 0.05
 """About how long an undisturbed flow takes when its target has the request."""
@@ -39,7 +39,7 @@ def drill_of_seed(seed: int) -> str:
 
 
 def _drills_of(seed: int) -> tuple[Drill, ...]:
-    return {1: SCENES, 3: DRILLS}.get(seed % 4, ())
+    return EDGES if seed % 8 == 2 else {1: SCENES, 3: DRILLS}.get(seed % 4, ())
 
 
 def _stage(rng: random.Random, *, writes: bool, request: RequestScript) -> Script:
@@ -588,6 +588,237 @@ def _crowd(rng: random.Random) -> Script:
         is_forgetful=True,
     )
 
+
+def _strays(rng: random.Random) -> Script:
+    """Nothing goes wrong; among the messages are just some about other grants, generations and counts, or of third parties."""
+    requests = tuple(
+        _request(
+            rng,
+            rng.choice((Mode.PUSH, Mode.PUSH, Mode.PULL)),
+            tokens=rng.randint(2, 4),
+            prefill=rng.randrange(2),
+            decode=rng.randrange(2),
+            at_s=0.1 * number,
+            decode_delay_s=rng.choice((0.0, 0.005, 0.1)),
+        )
+        for number in range(rng.randint(2, 5))
+    )
+    script = _stage(rng, writes=rng.random() < 0.6, request=requests[0])
+    faults = tuple(Fault(FaultKind.STRAY, 0.0, who=who, number=rng.randint(2, 8)) for who in ("p0", "p1", "d0", "d1"))
+    preempted = Fault(FaultKind.PREEMPT, rng.uniform(0.0, 0.3), who="p0")
+    return msgspec.structs.replace(
+        script,
+        requests=requests,
+        faults=(*faults, preempted)[: rng.randint(4, 5)],
+        prefills=2,
+        decodes=2,
+        integrity=rng.choice(list(Integrity)),
+        aux_channel=_aux(rng),
+        rank_lag_s=rng.choice((0.0, 0.01, 0.05)),
+        move_s=rng.choice((0.01, 0.05)),
+        step_s=rng.choice((0.01, 0.05)),
+        decode_blocks=rng.choice((4, 24)),
+        decode_s=0.5,
+    )
+
+
+def _all_cached(rng: random.Random) -> Script:
+    """Nothing goes wrong; of later requests the target has everything, or all but a token, in its cache."""
+    tokens = rng.randint(2, 4)
+    requests = tuple(
+        _request(rng, rng.choice(list(Mode)), tokens=tokens, shared=tokens - (number == 2), at_s=0.4 * number)
+        for number in range(3)
+    )
+    script = _stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    return msgspec.structs.replace(
+        script, requests=requests, move_s=0.01, integrity=rng.choice(list(Integrity)), aux_channel=_aux(rng)
+    )
+
+
+def _one_queue_full(rng: random.Random) -> Script:
+    """The transport of one rank takes nothing any more, while that of the other one goes on slowly."""
+    request = _request(rng, rng.choice((Mode.PUSH, Mode.PUSH, Mode.PULL)), tokens=6, chunk=1)
+    script = msgspec.structs.replace(_stage(rng, writes=rng.random() < 0.5, request=request), ranks=2, layers=2, move_s=0.3)
+    is_writing = request.mode is Mode.PUSH and (script.unfenced_writes or script.late_writes is LateWrites.REVOCABLE)
+    at_s = _moving(script)[0] + rng.uniform(0.0, 0.5)
+    full = Fault(FaultKind.QUEUE_FULL, at_s, who="p0" if is_writing else "d0", for_s=9.0, number=rng.randint(0, 1))
+    return msgspec.structs.replace(script, faults=(full,), step_s=0.05, rank_lag_s=rng.choice((0.0, 0.001)))
+
+
+def _dies_on_one_host(rng: random.Random) -> Script:
+    """One side dies and does not come back for long; on one host the other side need not wait for a limit to notice."""
+    count = rng.randint(1, 3)
+    requests = tuple(
+        _request(rng, rng.choice((Mode.PUSH, Mode.PUSH, Mode.PULL)), tokens=6, chunk=1, at_s=0.02 * number)
+        for number in range(count)
+    )
+    script = msgspec.structs.replace(_stage(rng, writes=rng.random() < 0.5, request=requests[0]), one_host=True)
+    dies = Fault(FaultKind.CRASH, rng.uniform(0.0, 0.3), who=rng.choice(("p0", "p0", "d0")), for_s=36.0)
+    return msgspec.structs.replace(
+        script, requests=requests, faults=(dies,), step_s=0.1, decode_blocks=rng.choice((6, 24)), router_cancels=0.0
+    )
+
+
+def _rank_dies(rng: random.Random) -> Script:
+    """One rank of either side dies with orders and reports in flight, and takes its instance along when that notices it."""
+    request = _request(
+        rng, rng.choice((Mode.PUSH, Mode.PUSH, Mode.PULL)), retries=2, retry_after_s=0.3, reuse_id=rng.random() < 0.5
+    )
+    script = msgspec.structs.replace(_stage(rng, writes=rng.random() < 0.5, request=request), step_s=0.02, ranks=2)
+    dies = Fault(
+        FaultKind.CRASH_RANK,
+        rng.uniform(0.0, 1.0) * _moving(script)[1],
+        who=rng.choice(("p0", "d0")),
+        for_s=rng.choice((0.5, 5.0)),
+        number=rng.randint(0, 1),
+    )
+    preempted = Fault(FaultKind.PREEMPT, dies.at_s - 0.005, who="p0")
+    return msgspec.structs.replace(
+        script,
+        faults=(dies, preempted)[: rng.randint(1, 2)],
+        rank_lag_s=rng.choice((0.005, 0.05)),
+        integrity=rng.choice((Integrity.OFF, Integrity.FULL)),
+    )
+
+
+def _taken_after_all(rng: random.Random) -> Script:
+    """A target refuses a request, its notices are lost, and it takes the next try: then no notice is repeated."""
+    request = _request(rng, Mode.PUSH, retries=2, reuse_id=True, retry_after_s=rng.choice((0.01, 0.04)))
+    script = _stage(rng, writes=rng.random() < 0.5, request=request)
+    refused = Fault(FaultKind.REFUSE, 0.0, who="d0", number=1)
+    lost = Fault(FaultKind.LOSE, 0.0, who="d0", other="p0", number=rng.randint(1, 3))
+    return msgspec.structs.replace(script, faults=(refused, lost), step_s=0.1)
+
+
+def _together(rng: random.Random) -> Script:
+    """Nothing goes wrong; several requests for one pair, whose instances have not met, come at the same moment."""
+    requests = tuple(_request(rng, Mode.PUSH, tokens=rng.randint(1, 4)) for _ in range(rng.randint(2, 4)))
+    script = _stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    return msgspec.structs.replace(script, requests=requests, move_s=0.01, aux_channel=_aux(rng))
+
+
+def _out_of_order(rng: random.Random) -> Script:
+    """Messages of a source overtake each other, and none is lost."""
+    request = _request(rng, Mode.PUSH, tokens=6, chunk=rng.choice((1, 2)))
+    script = _stage(rng, writes=rng.random() < 0.6, request=request)
+    slow = Fault(FaultKind.SLOW, 0.004, who="p0", other="d0", for_s=1.5, number=1)
+    preempted = Fault(FaultKind.PREEMPT, rng.uniform(0.05, 0.4), who="p0")
+    return msgspec.structs.replace(
+        script,
+        faults=(slow, preempted)[: rng.randint(1, 2)],
+        step_s=rng.choice((0.02, 0.05)),
+        move_s=rng.choice((0.01, 0.05)),
+        integrity=rng.choice((Integrity.OFF, Integrity.FULL)),
+        rank_lag_s=rng.choice((0.0, 0.0, 0.02)),
+    )
+
+
+def _aux_fails(rng: random.Random) -> Script:
+    """Where the source writes, a target posts nothing but the read of the aux record. That fails, or is corrupted."""
+    requests = tuple(_request(rng, Mode.PUSH, tokens=rng.randint(2, 4), at_s=0.1 * number) for number in range(2))
+    script = _stage(rng, writes=True, request=requests[0])
+    kind = rng.choice((FaultKind.COPY_FAILS, FaultKind.CORRUPT, FaultKind.QUEUE_FULL))
+    fault = Fault(kind, 0.0, who="d0", number=0, for_s=0.4)
+    return msgspec.structs.replace(script, requests=requests, faults=(fault,), move_s=0.01, aux_channel=AuxChannel.DATA)
+
+
+def _stolen_id(rng: random.Random) -> Script:
+    """Two clients choose one transfer id for different prompts, each with a target of its own: one of them is served."""
+    delays_s = {"prefill_delay_s": rng.choice((0.0, 0.1)), "decode_delay_s": rng.choice((0.0, 0.3))}
+    first = _request(rng, Mode.PUSH, tokens=rng.randint(2, 4), transfer_id="same", **delays_s)
+    again = _request(
+        rng, Mode.PUSH, tokens=rng.randint(2, 4), decode=1, at_s=rng.choice((0.0, 0.05, 0.2)), prefill_delay_s=1.0, steal_id=0
+    )
+    again = msgspec.structs.replace(again, transfer_id="same")
+    script = _stage(rng, writes=rng.random() < 0.5, request=first)
+    return msgspec.structs.replace(
+        script,
+        requests=(first, again),
+        decodes=2,
+        decode_blocks=rng.choice((3, 24)),
+        step_s=0.05,
+        move_s=0.01,
+        router_cancels=0.0,
+    )
+
+
+def _granted_unnoticed(rng: random.Random) -> Script:
+    """A target that was full for a while has blocks at last, and its grants are lost: its source beats without one."""
+    first = _request(rng, Mode.PUSH, tokens=4)
+    second = _request(rng, Mode.PUSH, tokens=4, at_s=0.01)
+    script = _stage(rng, writes=rng.random() < 0.5, request=first)
+    freed_s = rng.uniform(0.8, 1.0)
+    cut = Fault(FaultKind.CUT, freed_s - 0.2, who="d0", other="p0", for_s=rng.choice((0.45, 1.2)))
+    return msgspec.structs.replace(
+        script, requests=(first, second), faults=(cut,), decode_blocks=4, decode_s=freed_s - 0.2, move_s=0.01, step_s=0.01
+    )
+
+
+def _declined_when_parked(rng: random.Random) -> Script:
+    """A target has granted one prompt of a request, which its source has yet to get, when it refuses the request as a whole."""
+    delay_s = rng.choice((0.3, 0.6))
+    requests = tuple(
+        _request(
+            rng,
+            Mode.PUSH,
+            tokens=rng.randint(2, 4),
+            at_s=0.06 * number,
+            prefill_delay_s=delay_s,
+            transfer_id="whole",
+            prompt_index=number,
+        )
+        for number in range(3)
+    )
+    script = _stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    refused = Fault(FaultKind.REFUSE, rng.choice((0.03, 0.09)), who="d0", number=1, is_whole=True)
+    return msgspec.structs.replace(script, requests=requests, faults=(refused,), step_s=0.02, router_cancels=0.0)
+
+
+def _one_rank_fences_late(rng: random.Random) -> Script:
+    """A source does not stop when it is asked to, and of the ranks of its target one is late with the fence."""
+    request = _request(rng, Mode.PUSH)
+    script = msgspec.structs.replace(_stage(rng, writes=True, request=request), step_s=0.2, ranks=2)
+    at_s = rng.uniform(*_moving(script))
+    faults = (
+        Fault(FaultKind.CUT, at_s, who="d0", other="p0", for_s=3.0),
+        Fault(FaultKind.CANCEL_TARGET, at_s + 1e-4, number=0),
+        Fault(FaultKind.PAUSE_RANK, at_s + 0.3, who="d0", for_s=rng.choice((0.4, 1.5)), number=rng.randint(0, 1)),
+    )
+    return msgspec.structs.replace(script, faults=faults, rank_lag_s=rng.choice((0.01, 0.05)), router_cancels=0.0)
+
+
+def _stops_for_long(rng: random.Random) -> Script:
+    """A hand-off ends while a rank stands still for longer than any limit: its blocks wait for that rank, and for no clock."""
+    request = _request(rng, Mode.PUSH, tokens=6, chunk=1)
+    script = msgspec.structs.replace(_stage(rng, writes=rng.random() < 0.7, request=request), step_s=0.02, ranks=2)
+    at_s = rng.uniform(0.03, 0.12)
+    paused = Fault(FaultKind.PAUSE_RANK, at_s, who=rng.choice(("p0", "p0", "d0")), for_s=9.0, number=rng.randint(0, 1))
+    kind = rng.choice((FaultKind.CANCEL_SOURCE, FaultKind.CANCEL_SOURCE, FaultKind.CANCEL_TARGET))
+    then = Fault(kind, at_s + rng.uniform(0.0, 0.05), number=0)
+    return msgspec.structs.replace(script, faults=(paused, then), rank_lag_s=rng.choice((0.001, 0.05)))
+
+
+EDGES: tuple[Drill, ...] = (
+    _strays,
+    _strays,
+    _strays,
+    _all_cached,
+    _one_queue_full,
+    _dies_on_one_host,
+    _granted_unnoticed,
+    _declined_when_parked,
+    _one_rank_fences_late,
+    _stops_for_long,
+    _together,
+    _out_of_order,
+    _out_of_order,
+    _aux_fails,
+    _stolen_id,
+    _rank_dies,
+    _rank_dies,
+    _taken_after_all,
+)
+"""Drills about what hand-offs have to ignore, and about limits that are met one at a time."""
 
 SCENES: tuple[Drill, ...] = (
     _one_fault,

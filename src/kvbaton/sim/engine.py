@@ -193,6 +193,7 @@ class SourceEngine(_SimEngine):
     def _on_ended(self, event: SourceEnded) -> None:
         request = self.requests.pop(event.key, None)
         if request is None:
+            self.world.violate("engine", f"{self.name}: the end of {event.key}, which it has not asked for or knows to be over")
             return
         if request.prompt.number in self.outcomes:
             self.world.violate("one outcome", f"{self.name}: {event.key} ended twice")

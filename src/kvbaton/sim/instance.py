@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import Counter, deque
 from collections.abc import Callable
@@ -14,7 +13,8 @@ from msgspec import structs
 from kvbaton.agent.coordinator import Coordinator, Peers
 from kvbaton.agent.engine_port import EngineEvent, SourceEnded
 from kvbaton.agent.rank import RankAgent
-from kvbaton.agent.rank_orders import CopyId, RankOrder, RankReport, RevokePeer, SpanMoved
+from kvbaton.agent.rank_orders import AuxRead, CopyId, PeerFenced, RankOrder, RankReport, RegionFenced, RevokePeer, SpanMoved
+from kvbaton.agent.rank_sets import RemoteRanks
 from kvbaton.agent.source import SourceRecord
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.addresses import ControlAddress
@@ -22,6 +22,7 @@ from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.card import Card, ProcessId, RankCard
 from kvbaton.core.grants import REACH, GrantWindow, GrantWindows
 from kvbaton.core.handoff import Executor, HandoffKey, Incarnation, Integrity, Mode, Outcome, TransferId
+from kvbaton.core.lifecycle import TargetState
 from kvbaton.core.messages import (
     MAX_NUMBER,
     Announced,
@@ -29,28 +30,37 @@ from kvbaton.core.messages import (
     Confirmed,
     Envelope,
     Grant,
+    Heartbeat,
+    Hello,
     Message,
     Refused,
     Release,
+    Stop,
     decode,
     encode,
 )
-from kvbaton.errors import KVBatonError, ProtocolError
+from kvbaton.errors import ProtocolError
 from kvbaton.sim.engine import SourceEngine, TargetEngine
 from kvbaton.sim.memory import RankMemory, SimBlockPool, make_layout
 from kvbaton.sim.network import Network
+from kvbaton.sim.rank_processes import RankProcess, channel_on, socket_pair
 from kvbaton.sim.reactions import Reactions
 from kvbaton.sim.records import alarm_problems, count_problems
+from kvbaton.sim.strays import asked_early, may_come_from_others, other_prompt, stray_of
 from kvbaton.sim.transport import Fabric, FencingSimTransport, SimRank, SimTransport
 from kvbaton.sim.watch import Watch
 from kvbaton.sim.world import SimClock, SimProcess, World
 from kvbaton.transport.base import PeerRank
 
-__all__ = ["Bugs", "Cluster", "InstanceShape", "SimInstance", "SimRankLoop"]
+__all__ = ["Bugs", "Cluster", "InstanceShape", "SimInstance"]
 
 _WORK_S = 1e-4
 _FEW_ENDS = 4
 _FEW_GRANTS = 8
+_STRAY = 0.5
+_WAITING = frozenset({TargetState.GRANTED, TargetState.FILLING, TargetState.CLEARING})
+_STRAY_S = 0.003, 0.05
+"""How much later than the message that they resemble: that one arrives first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +78,7 @@ class Bugs:
 
     coordinator: type[Coordinator] = Coordinator
     rank: type[RankAgent] = SimRank
+    remote_ranks: type[RemoteRanks] = RemoteRanks
     source_engine: type[SourceEngine] = SourceEngine
     target_engine: type[TargetEngine] = TargetEngine
 
@@ -114,11 +125,13 @@ class _SimControl:
     def dial(self, address: ControlAddress, message: Message) -> None:
         instance = self._instance
         instance.dialled.add(address.host)
+        instance.unanswered.add(address.host)
         instance.cluster.watch.on_dialled(instance.process.name, address.host, instance.local_now())
         instance.send_frame(address.host, "", message)
 
     def hang_up(self, address: ControlAddress) -> None:
-        """Nothing: a simulated dial is one frame, and is not repeated by itself."""
+        """A simulated dial is one frame, and is not repeated by itself: only whether it was time to hang up is looked at."""
+        self._instance.check_hang_up(address)
 
     def send(self, peer: Incarnation, message: Message) -> None:
         address = self._instance.routes.get(peer)
@@ -146,8 +159,8 @@ class _SimRanks:
 
     def send(self, rank: int, order: RankOrder) -> None:
         self._instance.cluster.watch.on_order(self._instance.process.name, rank, order)
-        if self._instance.loops:
-            self._instance.loops[rank].send(order)
+        if self._instance.remote is not None:
+            self._instance.remote.send(rank, order)
         else:
             self._instance.agents[rank].handle(order)
 
@@ -157,73 +170,6 @@ class _SimRanks:
             return
         for rank in range(len(self._instance.agents)):
             self.send(rank, order)
-
-
-class SimRankLoop:
-    """A rank in a process of its own: orders and reports are under way for a while, each kind in order. It can stand still.
-
-    As in production, ranks do not wait for each other: one may have stopped a copy while another has yet to get the order.
-    """
-
-    def __init__(self, instance: SimInstance, agent: RankAgent, lag_s: float) -> None:
-        self._instance = instance
-        self._agent = agent
-        self._lag_s = lag_s
-        self.paused_until = 0.0
-        self.reports: list[RankReport] = []
-        self._orders_at = 0.0
-        self._reports_at = 0.0
-        self._wakes_at = math.inf
-
-    def send(self, order: RankOrder) -> None:
-        """The coordinator has written an order to the channel."""
-        world = self._instance.cluster.world
-        self._orders_at = max(self._orders_at, world.now + world.random.uniform(0.0, self._lag_s))
-        world.at(self._orders_at, self._instance.process, lambda: self._on_order(order))
-
-    def wake(self) -> None:
-        """The transport has completed something."""
-        self._turn(self._agent.poll)
-
-    def _on_order(self, order: RankOrder) -> None:
-        self._turn(lambda: self._agent.handle(order))
-
-    def _turn(self, work: Callable[[], None]) -> None:
-        """Take one turn of the loop, when it does not stand still; an error that has a name fails no other hand-off."""
-        world, process = self._instance.cluster.world, self._instance.process
-        if world.now < self.paused_until:
-            # Events at the same moment happen in the order in which they were put off: orders stay in order.
-            world.at(self.paused_until, process, lambda: self._turn(work))
-            return
-        try:
-            with contextlib.suppress(KVBatonError):
-                work()
-            self._agent.poll()
-        except Exception as error:  # noqa: BLE001 - whatever it is, a rank of production would not survive it
-            self._instance.fail(error)
-            return
-        self._flush()
-        self._arm()
-
-    def _flush(self) -> None:
-        world = self._instance.cluster.world
-        if self.reports:
-            reports, self.reports = self.reports, []
-            self._reports_at = max(self._reports_at, world.now + world.random.uniform(0.0, self._lag_s))
-            world.at(self._reports_at, self._instance.process, lambda: self._instance.on_reports(reports))
-
-    def _arm(self) -> None:
-        world, process = self._instance.cluster.world, self._instance.process
-        deadline = self._agent.next_deadline()
-        when = math.inf if deadline is None else max(world.now + 1e-6, process.clock.world(deadline))
-        when = min(when, world.now + _WORK_S) if self._agent.has_work else when
-        if when < self._wakes_at:
-            self._wakes_at = when
-            world.at(when, process, self._on_alarm)
-
-    def _on_alarm(self) -> None:
-        self._wakes_at = math.inf
-        self.wake()
 
 
 class _SmallWindows(BoundedMap[Incarnation, GrantWindow]):
@@ -247,15 +193,22 @@ class SimInstance:
         cluster.processes[cluster.births] = self.process
         self.incarnation = Incarnation(f"{address}#{cluster.births}")
         self.dialled: set[str] = set()
+        self.unanswered: set[str] = set()
+        """Addresses that were dialled, and from which no card or refusal has come since."""
         self.routes: dict[Incarnation, str] = {}
         self.granted: dict[tuple[HandoffKey, int], int] = {}
         self._sequences: dict[int, int] = {}
         self._used_sequences: dict[Incarnation, int] = {}
         self.lose_revokes = 0
         self.bad_grants = 0
+        self.strays = 0
         self.dropped_total: Counter[str] = Counter()
         self._reports: deque[RankReport] = deque()
-        self.loops: list[SimRankLoop] = []
+        self.loops: list[RankProcess] = []
+        self.remote: RemoteRanks | None = None
+        """Where ranks live in processes of their own: what production sends orders and takes reports with."""
+        self._fenced: dict[Incarnation | None, dict[int, int]] = {}
+        """By peer, and None for all of them: in which epoch each rank has fenced it last."""
         self._moved: dict[tuple[int, CopyId], set[int]] = {}
         self._sent: list[tuple[str, Message]] = []
         """What was sent since the last frame arrived, and to whom."""
@@ -268,10 +221,15 @@ class SimInstance:
         cluster, shape = self.cluster, self.shape
         memories = [RankMemory(shape.blocks, shape.layers) for _ in range(shape.ranks)]
         layout = make_layout(shape.blocks, shape.layers)
+        if cluster.rank_lag_s:
+            names = [f"{self.process.name} rank {rank}" for rank in range(shape.ranks)]
+            self.rank_processes = [SimProcess(name, self.process.clock) for name in names]
+        else:
+            self.rank_processes = [self.process] * shape.ranks
         self.transports = [
             (SimTransport if cluster.fabric.library_writes else FencingSimTransport)(
                 cluster.fabric,
-                self.process,
+                self.rank_processes[rank],
                 PeerRank(self.incarnation, rank),
                 memory,
                 partial(self.check_write, rank),
@@ -279,12 +237,13 @@ class SimInstance:
             )
             for rank, memory in enumerate(memories)
         ]
+        reports: list[list[RankReport]] = [[] for _ in memories]
         self.agents = [
             cluster.bugs.rank(
                 rank,
                 layout,
                 transport,
-                partial(self._report, rank),
+                partial(self._report, rank, reports[rank] if cluster.rank_lag_s else self._reports),
                 clock=self.local_now,
                 transfer_timeout=cluster.limits.transfer_timeout,
                 memory=transport.memory,
@@ -294,7 +253,7 @@ class SimInstance:
             for rank, transport in enumerate(self.transports)
         ]
         if cluster.rank_lag_s:
-            self.loops = [SimRankLoop(self, agent, cluster.rank_lag_s) for agent in self.agents]
+            self._start_ranks(reports)
         card = Card(
             incarnation=self.incarnation,
             model="tags",
@@ -352,8 +311,11 @@ class SimInstance:
         """Put one message on the wire."""
         self._sent.append((recipient, message))
         if isinstance(message, Grant) and isinstance(self.engine, TargetEngine):
+            self._check_needed(message)
             self.granted[message.key, message.grant] = self.engine.allocation(message.key)
             self._sequences[message.grant] = message.sequence
+        elif isinstance(message, Stop) and not message.grant:
+            self._check_declined(message)
         elif isinstance(message, ConfirmAsk):
             self._check_moved(message)
         elif isinstance(message, Confirmed):
@@ -372,6 +334,28 @@ class SimInstance:
             # Not only for its own sake: the text of a message costs more than its way through the network.
             self.cluster.world.note(f"{self.process.name} -> {address}: {message}")
         self.cluster.network.send(self.address, address, encode(self.incarnation, recipient, message))
+        if self.strays > 0 and self.cluster.world.random.random() < _STRAY:
+            self._send_stray(address, recipient, message)
+
+    def _send_stray(self, address: str, recipient: str, message: Message) -> None:
+        """A little later send what is about something else, or ask in the name of the receiver what it cannot ask yet."""
+        world = self.cluster.world
+        others = [each for each in self.cluster.instances.values() if each.role == self.role and each is not self]
+        peer, sender, stray = self.cluster.instances.get(address), self, stray_of(message, world.random)
+        if isinstance(message, Heartbeat) and (claim := other_prompt(message, max(self._sequences.values(), default=0) + 1)):
+            stray = claim
+        if others and may_come_from_others(message) and world.random.random() < 0.5:
+            sender, stray = world.random.choice(others), message
+        elif peer is not None and world.random.random() < 0.5 and (early := asked_early(message, world.random)) is not None:
+            sender, stray, address, recipient = peer, early, self.address, self.incarnation
+        if stray is not None:
+            self.strays -= 1
+            frame = encode(sender.incarnation, recipient, stray)
+            world.note(f"STRAY {sender.process.name} -> {address}: {stray}")
+            # A confirmation ends it: a false one has to come first. And a question is early only when it comes at once.
+            is_soon = isinstance(stray, Confirmed) or sender is peer
+            later_s = 0.0 if is_soon else world.random.uniform(*_STRAY_S)
+            world.after(later_s, None, lambda: self.cluster.network.send(sender.address, address, frame))
 
     def _send_bad_grant(self, address: str, recipient: str, grant: Grant) -> bool:
         """Send a grant in this instance's name that it never made; whether that one replaces the real one.
@@ -394,7 +378,7 @@ class SimInstance:
 
     def heal(self) -> None:
         """Forget the faults that have yet to strike."""
-        self.lose_revokes = self.bad_grants = 0
+        self.lose_revokes = self.bad_grants = self.strays = 0
         if isinstance(self.engine, TargetEngine):
             self.engine.refuse_next = 0
             self.engine.refused.clear()
@@ -411,6 +395,8 @@ class SimInstance:
             self._not_understood(sender_address, str(error))
             return
         self.routes[envelope.sender] = sender_address
+        if isinstance(envelope.message, Hello) or (isinstance(envelope.message, Refused) and envelope.message.key is None):
+            self.unanswered.discard(sender_address)
         if isinstance(envelope.message, Announced) and envelope.message.grant in self._sequences:
             self._used_sequences[envelope.sender] = self._sequences[envelope.message.grant]
         via = ControlAddress.of(sender_address, 1) if sender_address in self.dialled else None
@@ -420,6 +406,10 @@ class SimInstance:
     def _take(self, envelope: Envelope, via: ControlAddress | None) -> None:
         """Have the coordinator handle a message, and see what it makes of it."""
         check = self._reactions.expect(envelope)
+        key, grant = getattr(envelope.message, "key", None), getattr(envelope.message, "grant", 0)
+        if key is not None and self.coordinator.target.current(envelope.sender, key, grant) is not None:
+            peer = envelope.sender.partition("#")[0]
+            self.cluster.watch.answered(self.process.name, peer, self.local_now(), key)
         self._sent.clear()
         self.coordinator.on_frame(envelope, via)
         sent = [message for recipient, message in self._sent if recipient == envelope.sender]
@@ -444,10 +434,17 @@ class SimInstance:
         else:
             self.guarded(self._poll)
 
-    def on_reports(self, reports: list[RankReport]) -> None:
-        """Reports of a rank in another process have arrived."""
-        self._reports += reports
-        self.guarded(lambda: None)
+    def pause(self, until: float) -> None:
+        """Let the whole instance stand still."""
+        for process in (self.process, *self.rank_processes):
+            process.paused_until = until
+
+    def kill_rank(self, rank: int) -> None:
+        """Let one rank die, with orders and reports in flight; one in the coordinator's process takes that along."""
+        if self.loops:
+            self.loops[rank % len(self.loops)].die()
+        else:
+            self.crash()
 
     def pause_rank(self, rank: int, until: float) -> None:
         """Let one rank stand still; ranks that live in the coordinator's process stand still with it."""
@@ -516,6 +513,49 @@ class SimInstance:
             detail = f"{self.process.name}: {done} of {len(record.spans)} spans are moved: {message}"
             self.cluster.world.violate("confirmed after the last byte", detail)
 
+    def _check_needed(self, grant: Grant) -> None:
+        """A grant is repeated to have something sent again: not when everything has been sent."""
+        record = self.coordinator.target.live.get(grant.key)
+        if record is None or record.span_count is None or record.aux is None or record.state is not TargetState.FILLING:
+            return
+        is_sent = record.is_confirmed or record.executor is Executor.TARGET_READS
+        if is_sent and len(record.spans) >= record.span_count:
+            self.cluster.world.find("no needless message", f"{self.process.name}: everything is here: {grant}")
+
+    def _check_declined(self, stop: Stop) -> None:
+        """What an engine has not refused is not declined: neither all of a transfer id, nor what it has taken since."""
+        record = self.coordinator.target.live.get(stop.key)
+        is_live = bool(stop.prompt) and record is not None and record.request.prompt == stop.prompt
+        if is_live or (not stop.prompt and not self.cluster.watch.is_declined(stop.key.transfer_id)):
+            self.cluster.world.find("as set", f"{self.process.name}: its engine has not refused what is declined: {stop}")
+
+    def check_hang_up(self, address: ControlAddress) -> None:
+        """Dials end with what waits for their answers, and not before; an address that has answered is not dialled any more."""
+        target = self.coordinator.target
+        waiting = {record.request.source for record in target.live.values() if record.source is None}
+        waiting |= {each.request.source for each in vars(target.decline_notices)["_waiting"].values() if each.source is None}
+        # A card may be that of a process which has died since: then the address is asked again, and that is no answer.
+        has_answered = address.host not in self.unanswered and self.cluster.births == len(self.cluster.instances)
+        if address in waiting or has_answered:
+            self.cluster.world.find("as set", f"{self.process.name} hangs up on {address}, which is waited for or has answered")
+        self.unanswered.discard(address.host)
+
+    def _check_fenced(self, report: PeerFenced | RegionFenced) -> None:
+        """A fence counts when every rank has it, and not before."""
+        peer = report.peer if isinstance(report, PeerFenced) else None
+        epochs = self._fenced.setdefault(peer, {})
+        epochs[report.rank] = max(report.epoch, epochs.get(report.rank, 0))
+        fenced = min(epochs.get(rank, 0) for rank in range(len(self.agents)))
+        records = list(self.coordinator.target.live.values())
+        before = {id(record): record.peer_is_quiet for record in records}
+        self.coordinator.on_rank(report)
+        for record in records:
+            is_meant = record.source == peer if peer is not None else record.executor is Executor.SOURCE_WRITES
+            is_fenced = is_meant and record.grant > 0 and record.epoch < fenced
+            if record.peer_is_quiet != (before[id(record)] or is_fenced):
+                detail = f"{self.process.name}: {record.key} of epoch {record.epoch} after {report}, of {epochs}"
+                self.cluster.world.find("fenced everywhere", detail)
+
     def _check_released(self, event: EngineEvent) -> None:
         """A source ends as delivered only when the target of that very grant has sent its release."""
         if not isinstance(event, SourceEnded) or event.outcome is not Outcome.DELIVERED:
@@ -526,17 +566,40 @@ class SimInstance:
 
     def crash(self) -> None:
         """Die at once: nothing of this process happens any more."""
-        self.process.is_alive = False
-        self.process.died_at = self.cluster.world.now
+        for process in (self.process, *self.rank_processes):
+            process.died_at = min(process.died_at, self.cluster.world.now)
+            process.is_alive = False
         self.cluster.network.forget(self.address)
         self.cluster.world.note(f"{self.process.name} dies")
         if self.cluster.instances.get(self.address) is self:
             del self.cluster.instances[self.address]
 
-    def _report(self, rank: int, report: RankReport) -> None:
+    def _start_ranks(self, reports: list[list[RankReport]]) -> None:
+        """Give every rank agent a loop in a process of its own, with a channel to it."""
+        world, ends = self.cluster.world, []
+        for process, agent, queue in zip(self.rank_processes, self.agents, reports, strict=True):
+            end, far_end = socket_pair(world, self.process, process, self.cluster.rank_lag_s)
+            end.on_arrival = lambda: self.guarded(self._take_frames)
+            ends.append(end)
+            self.loops.append(RankProcess(world, far_end, agent, queue, self.fail))
+        channels = [channel_on(end, process.name) for end, process in zip(ends, self.rank_processes, strict=True)]
+        self.remote = self.cluster.bugs.remote_ranks(channels, "sim", self.agents[0].executor, self._lose_rank)
+
+    def _take_frames(self) -> None:
+        if self.remote is not None:
+            self.remote.poll()
+            self._reports += self.remote.reports
+            self.remote.reports.clear()
+
+    def _lose_rank(self, reason: str) -> None:
+        """A rank is lost, and so is the instance: every engine ends it then."""
+        self.cluster.world.note(f"{self.process.name}: {reason}")
+        self.crash()
+
+    def _report(self, rank: int, queue: list[RankReport] | deque[RankReport], report: RankReport) -> None:
         if isinstance(report, SpanMoved):
             self._moved.setdefault((rank, report.copy), set()).add(report.span)
-        (self.loops[rank].reports if self.loops else self._reports).append(report)
+        queue.append(report)
 
     def _poll(self) -> None:
         self._is_polling = False
@@ -547,7 +610,7 @@ class SimInstance:
         """What the driver of production does after each turn: reports to the coordinator, events to the engine, the timer."""
         while self._reports or (self._events and not self.engine.is_silent):
             while self._reports:
-                self.coordinator.take_report(self._reports)
+                self._take_report(self._reports)
             while self._events and not self.engine.is_silent:
                 event = self._events.popleft()
                 if self.cluster.world.timeline is not None:
@@ -560,6 +623,23 @@ class SimInstance:
             self.cluster.world.after(_WORK_S, self.process, lambda: self.guarded(self._poll))
         self._check_records()
         self._arm()
+
+    def _take_report(self, reports: deque[RankReport]) -> None:
+        """Have the coordinator take the next report, and see what it makes of it."""
+        match reports[0]:
+            case PeerFenced() | RegionFenced() as fenced:
+                reports.popleft()
+                self._check_fenced(fenced)
+            case AuxRead(copy=copy):
+                record = self.coordinator.target.live.get(copy.key)
+                is_due = record is not None and record.grant == copy.grant and record.aux_pointer is not None
+                self._sent.clear()
+                self.coordinator.take_report(reports)
+                is_asked = any(isinstance(each, Grant) and each.key == copy.key for _, each in self._sent)
+                if is_due and record is not None and record.aux is None and record.state in _WAITING and not is_asked:
+                    self.cluster.world.find("taken", f"{self.process.name}: the aux record of {copy} is not asked for again")
+            case _:
+                self.coordinator.take_report(reports)
 
     def _check_records(self) -> None:
         source, target = self.coordinator.source, self.coordinator.target

@@ -16,7 +16,8 @@ from msgspec import structs
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import Landed, Offer, TargetEnded
 from kvbaton.agent.rank import _Copy, _Moving
-from kvbaton.agent.rank_orders import AuxRead, CloseCopy, CopyFailed, CopyReport, RankOrder, SpanMoved
+from kvbaton.agent.rank_orders import AuxRead, CloseCopy, CopyFailed, CopyReport, PeerFenced, RankOrder, SpanMoved
+from kvbaton.agent.rank_sets import RemoteRanks
 from kvbaton.agent.source import SourceRecord, SourceSide
 from kvbaton.agent.target import TargetRecord, TargetSide
 from kvbaton.core.addresses import ControlAddress
@@ -524,6 +525,33 @@ class _AlarmNotSet(SourceSide):
         self._timers.drop(key)
 
 
+class _FencedByOneRank(Coordinator):
+    """Takes the fence of one rank for one of all ranks."""
+
+    def _on_peer_fenced(self, report: PeerFenced) -> None:
+        for rank in self.card.ranks:
+            super()._on_peer_fenced(structs.replace(report, rank=rank.rank))
+
+
+class _RankLossIgnored(RemoteRanks):
+    """Notices that the channel of a rank is closed, and lets the instance go on without that rank."""
+
+    def _lose(self, error: Exception) -> None:
+        del error
+        self._is_lost = True
+
+
+class _ConfirmedWhenAsked(SourceSide):
+    """Confirms what it writes when it is asked to, whether the last byte has arrived or not."""
+
+    def on_confirm_ask(self, sender: Incarnation, ask: ConfirmAsk) -> None:
+        record = self._owned(sender, ask.key, ask.grant)
+        if record is not None and record.writes and self.still_holds(record, ask):
+            self.step(record, SourceEvent.CONFIRM_ASKED)
+        else:
+            super().on_confirm_ask(sender, ask)
+
+
 class _EveryPeerFenced(TargetSide):
     """Registers its memory anew where it would be enough to end the session of one peer."""
 
@@ -599,6 +627,10 @@ def _plants() -> Iterator[tuple[str, str, str, Bugs]]:
     yield "sums-kept", "checksums of a retracted generation kept", "counts agree", _sides(target=_SumsKept)
     yield "alarm-not-set", "no alarm while queued for a grant", "alarm", _sides(source=_AlarmNotSet)
     yield "every-peer-fenced", "all memory registered anew for one peer", "weakest fence", _sides(target=_EveryPeerFenced)
+    one_rank = Bugs(coordinator=_FencedByOneRank)
+    yield "fenced-by-one-rank", "fence of one rank taken for one of all", "fenced everywhere", one_rank
+    yield "rank-loss-ignored", "instance goes on without a rank", "heals", Bugs(remote_ranks=_RankLossIgnored)
+    yield "confirmed-when-asked", "question answered before the last byte", after, _sides(source=_ConfirmedWhenAsked)
     yield "tickets-kept", "batches remembered for ever", "nothing kept", Bugs(rank=_TicketsKept)
 
 

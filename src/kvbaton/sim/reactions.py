@@ -61,6 +61,11 @@ def _has(sent: list[Message], kind: type[Message], key: HandoffKey) -> bool:
     return any(isinstance(each, kind) and getattr(each, "key", None) == key for each in sent)
 
 
+def _is_refused(sent: list[Message], key: HandoffKey) -> bool:
+    """Whether a hand-off was refused, and not only the number of a grant."""
+    return any(isinstance(each, Refused) and each.key == key and not each.stale for each in sent)
+
+
 def _source_place(record: SourceRecord | None) -> tuple[object, ...]:
     if record is None:
         return ()
@@ -74,6 +79,12 @@ def _target_place(record: TargetRecord | None) -> tuple[object, ...]:
     counts = (len(record.spans), record.span_count, len(record.source_sums), len(record.open_copies))
     flags = (record.aux is None, record.aux_pointer is None, record.is_confirmed, record.peer_is_quiet)
     return record.state, record.source, record.grant, record.generation, record.give_up_at, *counts, *flags
+
+
+def _stands(record: TargetRecord) -> tuple[object, ...]:
+    """How far it has got: as long as this is the same, no message of its source but a heartbeat renews a deadline."""
+    moved = sum(map(len, record.moved.values()))
+    return record.state, record.generation, record.span_count is None, moved, len(record.sums), record.aux is None
 
 
 class Reactions:
@@ -153,6 +164,12 @@ class Reactions:
             is_kept = now is not None and now.superseded_by == grant
             if not is_held and not is_kept and not any(getattr(each, "key", None) == grant.key for each in sent):
                 return TAKEN, f"neither taken up nor answered: {grant}"
+            is_going_on = now is not None and now is record and now.state is not SourceState.STOPPING
+            is_second = record is not None and record.grant is not None and record.prompt == grant.prompt and not is_foreign
+            if is_going_on and is_second and _is_refused(sent, grant.key):
+                return TAKEN, f"refused, although an earlier grant of that target goes on: {grant}"
+            if now is not None and now.grant is None and now.target == sender and _is_refused(sent, grant.key):
+                return LEFT_ALONE, f"{grant} is refused, and still {sender} counts as the target"
             return unchanged(sent)
 
         return check
@@ -319,11 +336,19 @@ class Reactions:
             return self._unchanged(key, message)
         state, is_reading = record.state, record.executor is Executor.TARGET_READS
         is_by_message = isinstance(message, AuxSent) and message.aux is None and record.aux_channel is AuxChannel.CONTROL
+        stands = _stands(record)
+        generation, blocks, give_up_at = record.generation, sum(map(len, record.source_blocks)), record.give_up_at
 
         def check(sent: list[Message]) -> Broken:
             is_live = self._target.live.get(key) is record
             if not is_live or (record.state in _CLOSING and state not in _CLOSING):
                 return None
+            if _stands(record) == stands and record.give_up_at != give_up_at:
+                return LEFT_ALONE, f"nothing has moved, and the deadline is renewed by {message}"
+            if isinstance(message, Announced) and record.state not in _CLOSING:
+                known = max(blocks if generation == record.generation else 0, sum(map(len, message.blocks)))
+                if sum(map(len, record.source_blocks)) != known:
+                    return TAKEN, f"of the {known} blocks that are known {record.source_blocks} are left by {message}"
             match message:
                 case Announced():
                     is_taken = record.generation == message.generation and all(

@@ -37,10 +37,11 @@ _TARGET_STAGES = {
 def count_problems(source: SourceSide, target: TargetSide, ranks: int) -> Iterator[str]:
     """Counts of live hand-offs that do not agree."""
     for record in source.live.values():
-        for problem in _source_problems(record):
+        for problem in (*_source_problems(record), *_source_stands(record, ranks)):
             yield f"{record.key}, {record.state} source: {problem}"
     for target_record in target.live.values():
-        for problem in _target_problems(target_record, ranks):
+        is_summed = target.compares_sums
+        for problem in (*_target_problems(target_record, ranks), *_target_stands(target_record, ranks, is_summed)):
             yield f"{target_record.key}, {target_record.state} target: {problem}"
     parked = sum(record.state is SourceState.PARKED for record in source.live.values())
     if parked != vars(source)["_parked"]:
@@ -78,6 +79,19 @@ def _source_problems(record: SourceRecord) -> Iterator[str]:
             yield f"it has got to {_SOURCE_STAGES[state], done}, and {record.furthest} is remembered"
 
 
+def _source_stands(record: SourceRecord, ranks: int) -> Iterator[str]:
+    """What has to follow from counts, and has not."""
+    state, count = record.state, len(record.spans)
+    if state in (SourceState.STOPPING, SourceState.RETRACTING) and not record.open_copies:
+        yield "no copy of ours is open, and nothing follows"
+    if state is SourceState.SERVING and (record.integrity is Integrity.OFF or len(record.sums) == ranks * count):
+        is_moved = sum(map(len, record.moved.values())) == ranks * count
+        if record.writes and is_moved and not record.is_confirmed:
+            yield "everything is written, and not confirmed"
+        if record.is_asked and not record.writes:
+            yield "everything is summed, and the question is not answered"
+
+
 def _target_problems(record: TargetRecord, ranks: int) -> Iterator[str]:
     spans, state = record.spans.keys(), record.state
     moved = sum(map(len, record.moved.values()))
@@ -99,10 +113,31 @@ def _target_problems(record: TargetRecord, ranks: int) -> Iterator[str]:
     is_one = state in (TargetState.GRANTED, TargetState.FILLING, TargetState.CONFIRMING)
     if is_one and any(copy != record.copy for copy in record.open_copies.values()):
         yield f"{record.open_copies} are open, and this is {record.copy}"
+    if not moved and (record.bytes_planned or record.bytes_moved):
+        yield f"{record.bytes_moved} of {record.bytes_planned} bytes are counted, and no span is moved"
     if state in _TARGET_STAGES:
         done = moved + len(record.sums)
+        if not is_reading and record.allocation is not None and state is TargetState.FILLING:
+            done += len(spans)
         if record.furthest < (_TARGET_STAGES[state], done):
             yield f"it has got to {_TARGET_STAGES[state], done}, and {record.furthest} is remembered"
+
+
+def _target_stands(record: TargetRecord, ranks: int, is_summed: bool) -> Iterator[str]:
+    """What has to follow from counts, and has not."""
+    is_reading = record.executor is Executor.TARGET_READS
+    if record.open_copies and record.state is not TargetState.FILLING:
+        return
+    if record.state in _CLOSING and (is_reading or record.peer_is_quiet or not record.grant):
+        yield "nothing can write to its blocks any more, and it does not end"
+    if record.state is TargetState.CLEARING:
+        yield "no copy of ours is open, and nothing follows"
+    if record.state is TargetState.FILLING and record.span_count is not None and record.aux is not None:
+        is_in = sum(map(len, record.moved.values())) == ranks * record.span_count if is_reading else record.is_confirmed
+        if is_summed and not is_reading and is_in and len(record.spans) == record.span_count and not record.summing:
+            yield "everything is written and announced, and is not being summed"
+        if is_in and (not is_summed or len(record.sums) == ranks * record.span_count):
+            yield "everything is in, and nothing follows"
 
 
 def alarm_problems(source: SourceSide, target: TargetSide) -> Iterator[str]:

@@ -137,7 +137,7 @@ class Run:
             limits,
             settings,
             is_calm=is_calm,
-            is_prompt=not script.faults,
+            is_prompt=not script.faults and all(each.steal_id < 0 for each in script.requests),
             has_area=not script.rank_lag_s,
             slowest_s=slowest_s,
             executor=_executor(script),
@@ -427,8 +427,11 @@ class Run:
                 self.world.after(
                     0.2 if fault.kind is FaultKind.RESTART else fault.for_s, None, lambda: self._restart(fault.who)
                 )
+            case FaultKind.CRASH_RANK:
+                instance.kill_rank(fault.number)
+                self.world.after(fault.for_s, None, lambda: self._restart(fault.who))
             case FaultKind.PAUSE:
-                instance.process.paused_until = until
+                instance.pause(until)
             case FaultKind.PAUSE_RANK:
                 instance.pause_rank(fault.number, until)
             case FaultKind.CLOCK_JUMP:
@@ -449,6 +452,8 @@ class Run:
                 instance.engine.refuses_whole = fault.is_whole
             case FaultKind.LOSE_REVOKE:
                 instance.lose_revokes += 1
+            case FaultKind.STRAY:
+                instance.strays += fault.number
             case FaultKind.BAD_GRANT:
                 instance.bad_grants += fault.number
             case FaultKind.SILENT_ENGINE | FaultKind.STUCK_ENGINE:

@@ -21,6 +21,7 @@ class FaultKind(enum.StrEnum):
     RESTART = "restart"
     PAUSE = "pause"
     PAUSE_RANK = "pause rank"
+    CRASH_RANK = "crash rank"
     CLOCK_JUMP = "clock jump"
     CUT = "cut"
     SEVER = "sever"
@@ -43,6 +44,7 @@ class FaultKind(enum.StrEnum):
     SILENT_ENGINE = "silent engine"
     STUCK_ENGINE = "stuck engine"
     REPLAY = "replay"
+    STRAY = "stray"
 
 
 LINK_FAULTS = frozenset(
@@ -60,7 +62,7 @@ LINK_FAULTS = frozenset(
 )
 """Faults between two instances, which reach nothing but what they exchange."""
 
-HARMLESS = frozenset({FaultKind.PREEMPT, FaultKind.DOUBLE, FaultKind.REPLAY})
+HARMLESS = frozenset({FaultKind.PREEMPT, FaultKind.DOUBLE, FaultKind.REPLAY, FaultKind.STRAY})
 """Faults that never excuse a failure."""
 
 _WAITED_OUT = frozenset(
@@ -75,6 +77,9 @@ _WAITED_OUT = frozenset(
     }
 )
 _SHORT_S = 0.5
+
+_ALONE = frozenset({FaultKind.STRAY, FaultKind.CRASH_RANK})
+"""What drills alone draw: beside a message that is lost, a stray one may be believed, and rightly; a rank dies where it can."""
 
 CALM = frozenset({FaultKind.PREEMPT, FaultKind.CANCEL_TARGET, FaultKind.CANCEL_SOURCE, FaultKind.REFUSE})
 """What engines do every day: agents and the network between them are not disturbed by it."""
@@ -310,7 +315,7 @@ _RECIPES = (_cancelled_unnoticed, _expired_unnoticed, _restart_with_mail, _late_
 
 
 def _fault(rng: random.Random, script: Script) -> Fault:
-    kind = rng.choice(list(FaultKind))
+    kind = rng.choice([kind for kind in FaultKind if kind not in _ALONE])
     who = rng.choice(script.addresses)
     other = rng.choice([address for address in script.addresses if address[0] != who[0]])
     if kind is FaultKind.PREEMPT:

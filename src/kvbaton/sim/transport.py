@@ -22,6 +22,9 @@ __all__ = ["Fabric", "FencingSimTransport", "SimRank", "SimTransport"]
 _SEVERED_POLL_S = 0.02
 """How often a batch looks whether its link is whole again, or it was cancelled."""
 
+_OFFER_AGAIN_S = 0.0009
+"""What a full queue has refused waits a millisecond at least; clocks drift."""
+
 _ORPHANED_S = 1.0
 """How long a rank goes on after the process of its coordinator has died."""
 
@@ -96,6 +99,8 @@ class SimTransport:
         self.refuse_until = 0.0
         self.refused_since: dict[CopyId, float] = {}
         """Copies of which a batch was refused, since when, and none was taken."""
+        self._refused_at: dict[PeerRank, float] = {}
+        """When each peer's queue last took nothing, and nothing has completed since."""
         self.stall_until = 0.0
         fabric.ranks[me] = self
 
@@ -144,6 +149,7 @@ class SimTransport:
             is_aux = len(batch.runs) > 0 and batch.runs[0][1] >= len(self.memory.cells)
             if self.context is not None and not is_aux:
                 self.refused_since.setdefault(self.context, self._fabric.world.now)
+                self._check_wait(batch.peer)
             raise QueueFull("queue full: refused by the simulation; post again")
         self.refused_since.clear()
         self._last_ticket += 1
@@ -164,8 +170,17 @@ class SimTransport:
         self._schedule(posted)
         return ticket
 
+    def _check_wait(self, peer: PeerRank) -> None:
+        """What was refused is not offered again before something may have changed: a completion, or time."""
+        now = self._fabric.world.now
+        if (before := self._refused_at.get(peer)) is not None and now - before < _OFFER_AGAIN_S:
+            self._fabric.world.find("no needless message", f"{self._where}: offered again after {now - before:.6f} s")
+        self._refused_at[peer] = now
+
     def poll(self) -> list[Completion]:
         done, self._done = self._done, []
+        if done:
+            self._refused_at.clear()
         return done
 
     def cancel(self, ticket: Ticket) -> None:
@@ -183,6 +198,7 @@ class SimTransport:
     def revoke(self, peer: PeerRank) -> None:
         """Close the session with `peer`, both ways: what it posted to us under it never lands, what we posted to it fails."""
         self._open_sessions.discard(peer)
+        self._refused_at.clear()
         for posted in self._posted.values():
             if posted.batch.peer == peer:
                 posted.error = posted.error or "PeerLost: the session was torn down"

@@ -100,6 +100,11 @@ class Watch:
         self._sent: Counter[tuple[object, ...]] = Counter()
         self._announced: set[tuple[str, HandoffKey, Span]] = set()
         self._sent_at: dict[tuple[object, ...], float] = {}
+        self._questions: Counter[str] = Counter()
+        self._asked: dict[tuple[str, HandoffKey], int] = {}
+        """Of every target and hand-off the number of the last question, over all hand-offs of that target."""
+        self._answered: dict[tuple[str, str], tuple[int, float]] = {}
+        """Of every target and source the last question that was answered, and when."""
         self.seen_at: dict[tuple[str, HandoffKey], float] = {}
         """When an instance last received a message about a hand-off."""
         self._cancelled: dict[tuple[str, HandoffKey], Outcome] = {}
@@ -148,6 +153,8 @@ class Watch:
         if key is None:
             return
         self.touch(key)
+        if isinstance(message, Grant | ConfirmAsk | Release) or (isinstance(message, Stop) and message.grant):
+            self._check_waits_its_turn(name, peer, local_s, message)
         if isinstance(message, Announced):
             self._announced |= {(name, key, span) for span in message.spans}
         if not self._is_calm:
@@ -176,6 +183,22 @@ class Watch:
             self._world.find("as set", f"{name}: aux records go in messages here: {message}")
         elif isinstance(message, Release) and self._sent[kind, key, grant] > 1:
             self._world.find("no needless message", f"{name} releases again: {message}")
+
+    def _check_waits_its_turn(self, name: str, peer: str, local_s: float, message: Grant | ConfirmAsk | Stop | Release) -> None:
+        """No question is asked again while the peer answers earlier ones: it may just be behind with them."""
+        about, number = (name, message, peer), self._asked.get((name, message.key), 0)
+        answered, at = self._answered.get((name, peer), (-1, 0.0))
+        if self._is_calm and about in self._orders and 0 <= answered <= number and local_s - at < self._limits.retry * _EARLY:
+            self._world.find("no needless message", f"{name}: again, although {peer} is answering: {message}")
+        self._orders.add(about)
+        self._questions[name] += 1
+        self._asked[name, message.key] = self._questions[name]
+
+    def answered(self, name: str, peer: str, local_s: float, key: HandoffKey) -> None:
+        """A source has answered something about a grant in hand."""
+        number = self._asked.get((name, key), 0)
+        if number > self._answered.get((name, peer), (-1, 0.0))[0]:
+            self._answered[name, peer] = number, local_s
 
     def _check_settings(self, name: str, grant: Grant) -> None:
         """The first grant asks for what was set."""
@@ -246,6 +269,10 @@ class Watch:
         for other, waiting in self._waiting.items():
             if other == key or (is_whole and other.transfer_id == key.transfer_id):
                 waiting.declined_at = self._world.now
+
+    def is_declined(self, transfer_id: TransferId) -> bool:
+        """Whether a target's engine has refused all of a request."""
+        return transfer_id in self._declined
 
     def landed(self, name: str, key: HandoffKey, mode: Mode, stats: HandoffStats) -> None:
         """A target delivers, and reports how long that took after the prefill was complete: that is true, or nearly so.

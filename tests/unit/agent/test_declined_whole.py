@@ -127,6 +127,23 @@ def test_a_part_that_is_live_at_the_target_does_not_keep_the_rest_from_being_rel
     assert {message.prompt for message in two.target.sent if isinstance(message, Stop)} == {""}
 
 
+def test_a_grant_that_was_parked_is_let_go_and_so_is_the_request_that_comes_for_it() -> None:
+    """The source's half of the request is still on its way: it would be computed and held for a target that is gone."""
+    two = Two()
+    asked = wanted(KEYS[0], "prompt 0")
+    two.target.coordinator.expect_source(asked)
+    two.target.coordinator.allocated(Allocation(asked, BLOCKS, TOKENS, 0))
+    two.net.deliver_all()
+    assert two.live() == {KEYS[0]}, "its grant is parked"
+    two.refuse()
+    assert not two.live()
+    assert not two.ended(), "the engine has asked for nothing yet"
+    two.expect(*KEYS)
+    assert two.ended() == set(KEYS)
+    two.expect(KEYS[0])
+    assert two.live() == {KEYS[0]}, "each is declined once"
+
+
 def both_sides() -> Two:
     """The target instance is also a source of the same key, for another instance."""
     two = Two()

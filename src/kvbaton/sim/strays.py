@@ -1,0 +1,109 @@
+"""Messages about something else: of a grant, a generation or a count that no side has, asked too early, or of a third instance.
+
+A peer of another release, a frame of an earlier life: whatever sends them, a hand-off must go on as if they had not come. The
+rules in `reactions` look at every one of them, and so do all others: nothing of this excuses a failure.
+"""
+
+from __future__ import annotations
+
+import random
+
+from msgspec import structs
+
+from kvbaton.core.handoff import Aux, Executor, Mode
+from kvbaton.core.messages import (
+    Announced,
+    AuxSent,
+    ConfirmAsk,
+    Confirmed,
+    Grant,
+    Heartbeat,
+    Message,
+    Over,
+    Prefilled,
+    Refused,
+    Release,
+    Retracted,
+    Stop,
+    Stopped,
+)
+
+__all__ = ["asked_early", "may_come_from_others", "other_prompt", "stray_of"]
+
+_ELSEWHERE = 1000
+"""How far off the number of a grant is that no target of a run has made."""
+
+
+def stray_of(message: Message, rng: random.Random) -> Message | None:
+    """A message like this one, from the same sender, that has to change nothing; None where there is none."""
+    match message:
+        case Announced() | Prefilled() | Retracted() | ConfirmAsk() if rng.random() < 0.5 and message.generation > 1:
+            return structs.replace(message, generation=message.generation - 1)
+        case Confirmed() if rng.random() < 0.7:
+            return rng.choice(
+                (
+                    structs.replace(message, span_count=message.span_count + 1),
+                    structs.replace(message, generation=message.generation + 1),
+                    structs.replace(message, generation=max(1, message.generation - 1), span_count=message.span_count),
+                )
+            )
+        case AuxSent():
+            return structs.replace(message, grant=message.grant + _ELSEWHERE, aux=Aux(token_id=-1, logprob=0.0), pointer=None)
+        case Grant():
+            # Another prompt under the same transfer id, which clients choose: refused, and the real one goes on.
+            numbers = {"grant": message.grant + _ELSEWHERE, "sequence": message.sequence + 1}
+            return structs.replace(message, prompt=f"not {message.prompt}", **numbers)
+        case Refused() if message.key is not None and message.stale and rng.random() < 0.5:
+            return structs.replace(message, sequence=message.sequence + 1)
+        case Heartbeat():
+            return structs.replace(message, live=tuple((key, number + _ELSEWHERE) for key, number in message.live))
+        case Stop() | Refused() if not message.grant:
+            return None
+        case Announced() | Prefilled() | Retracted() | ConfirmAsk() | Confirmed() | Release() | Stop() | Stopped() | Over():
+            return structs.replace(message, grant=message.grant + _ELSEWHERE)
+        case Refused():
+            return structs.replace(message, grant=message.grant + _ELSEWHERE)
+        case _:
+            return None
+
+
+def asked_early(message: Message, rng: random.Random) -> ConfirmAsk | None:
+    """What a target might ask about an announcement, although it cannot have read everything yet."""
+    if isinstance(message, Announced | Prefilled) and message.grant:
+        generation = message.generation + rng.choice((-1, 0, 0, 1))
+        return ConfirmAsk(message.key, message.grant, generation) if generation > 0 else None
+    return None
+
+
+def other_prompt(beat: Heartbeat, sequence: int) -> Grant | None:
+    """A grant for another prompt, in the name of a target that has yet to grant what its heartbeat names."""
+    keys = [key for key, number in beat.live if not number]
+    if beat.from_source or not keys:
+        return None
+    return Grant(
+        key=keys[0],
+        grant=_ELSEWHERE,
+        prompt="another one",
+        mode=Mode.PUSH,
+        executor=Executor.TARGET_READS,
+        epoch=1,
+        blocks=(),
+        cached_tokens=0,
+        sequence=sequence,
+    )
+
+
+def may_come_from_others(message: Message) -> bool:
+    """Whether the same message of another instance, which has nothing to do with the hand-off, has to change nothing."""
+    match message:
+        case Heartbeat():
+            # Of a target without a grant one would be believed: that it has the transfer id is all that is known by then.
+            return all(number for _, number in message.live)
+        case Grant() | Refused():
+            return False
+        case Announced() | Prefilled() | AuxSent() | Retracted() | ConfirmAsk() | Confirmed() | Release() | Stop() | Stopped():
+            return message.grant > 0
+        case Over():
+            return message.grant > 0
+        case _:
+            return False
