@@ -25,6 +25,7 @@ from kvbaton.core.messages import (
     Confirmed,
     Grant,
     Heartbeat,
+    Hello,
     Message,
     Prefilled,
     Release,
@@ -222,7 +223,11 @@ class Watch:
 
     def on_received(self, name: str, message: Message) -> None:
         """An instance receives a message."""
-        if isinstance(message, Heartbeat):
+        if isinstance(message, Hello) and message.wants_answer:
+            # The peer does not know this instance, or not any more: it has dropped what was sent, which is sent again.
+            self._sent_at = {about: at for about, at in self._sent_at.items() if about[0] != name}
+            self._answered = {about: answer for about, answer in self._answered.items() if about[0] != name}
+        elif isinstance(message, Heartbeat):
             self.seen_at |= dict.fromkeys(((name, key) for key, _ in message.live), self._world.now)
         elif (key := getattr(message, "key", None)) is not None:
             self.seen_at[name, key] = self._world.now
