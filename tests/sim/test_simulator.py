@@ -28,6 +28,11 @@ from kvbaton.transport.base import LateWrites
 
 SEEDS = 2000
 NEAR = {
+    "first-blocks-kept": 1762,
+    "confirmed-when-asked": 698,
+    "fenced-by-one-rank": 618,
+    "frames-before-commands": 226,
+    "rank-loss-ignored": 26,
     "moved-of-an-earlier-generation": 1383,
     "late-card": 595,
     "stale-incarnation": 471,

@@ -690,6 +690,35 @@ def _taken_after_all(rng: random.Random) -> Script:
     return msgspec.structs.replace(script, faults=(refused, lost), step_s=0.1)
 
 
+def _on_threads(rng: random.Random) -> Script:
+    """Any other drill, with engines and agents on threads of their own; the agent's may stand still for a while."""
+    script = rng.choice(SCENES + DRILLS)(rng)
+    while script.aux_channel is not AuxChannel.CONTROL:
+        script = rng.choice(SCENES + DRILLS)(rng)
+    return msgspec.structs.replace(script, has_driver=True, rank_lag_s=script.rank_lag_s or rng.choice((0.0005, 0.002)))
+
+
+def _agent_stands_still(rng: random.Random) -> Script:
+    """The agent's thread of one side does nothing for a while: calls of its engine, frames and reports pile up."""
+    requests = tuple(
+        _request(rng, rng.choice(list(Mode)), tokens=rng.randint(3, 6), chunk=1, at_s=0.02 * number)
+        for number in range(rng.randint(1, 4))
+    )
+    script = _stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    at_s = rng.choice((0.0, 0.015, rng.uniform(0.0, 0.2)))
+    stalls = Fault(FaultKind.STALL_AGENT, at_s, who=rng.choice(("p0", "p0", "d0")), for_s=rng.choice((0.1, 0.3)))
+    return msgspec.structs.replace(
+        script,
+        requests=requests,
+        faults=(stalls,),
+        has_driver=True,
+        rank_lag_s=0.001,
+        step_s=rng.choice((0.002, 0.01)),
+        move_s=0.005,
+        integrity=rng.choice((Integrity.OFF, Integrity.FULL)),
+    )
+
+
 def _together(rng: random.Random) -> Script:
     """Nothing goes wrong; several requests for one pair, whose instances have not met, come at the same moment."""
     requests = tuple(_request(rng, Mode.PUSH, tokens=rng.randint(1, 4)) for _ in range(rng.randint(2, 4)))
@@ -817,6 +846,12 @@ EDGES: tuple[Drill, ...] = (
     _rank_dies,
     _rank_dies,
     _taken_after_all,
+    _on_threads,
+    _on_threads,
+    _on_threads,
+    _agent_stands_still,
+    _agent_stands_still,
+    _agent_stands_still,
 )
 """Drills about what hand-offs have to ignore, and about limits that are met one at a time."""
 

@@ -67,6 +67,8 @@ class _SimEngine:
     memories: list[RankMemory]
     layers: int
     coordinator: Coordinator = field(init=False)
+    port: Coordinator = field(init=False)
+    """What it calls: the coordinator itself, or a driver, which passes that on a little later."""
     watch: Watch = field(init=False)
     executor: Executor = Executor.TARGET_READS
     """Which side copies in push."""
@@ -130,7 +132,7 @@ class SourceEngine(_SimEngine):
         self.requests[prompt.key] = Prefill(prompt, answer, ended)
         self.waiting.append(self.requests[prompt.key])
         self.watch.submitted(prompt.key, "source")
-        self.coordinator.expect_target(prompt.key, prompt.digest)
+        self.port.expect_target(prompt.key, prompt.digest)
         self.schedule()
 
     def schedule(self) -> None:
@@ -157,7 +159,7 @@ class SourceEngine(_SimEngine):
             record = self.coordinator.source.live.get(key)
             is_ending = record is None or record.state is SourceState.STOPPING
             self.watch.cancels(self.name, key, is_ending=is_ending)
-            self.coordinator.cancel(key)
+            self.port.cancel(key)
 
     def preempt(self) -> bool:
         """Take the blocks of the youngest prefill that is not finished; whether there was one."""
@@ -168,7 +170,7 @@ class SourceEngine(_SimEngine):
         request.is_running = False
         request.is_retracting = True
         self.watch.computes(request.prompt.key, is_complete=False)
-        self.coordinator.retract(request.prompt.key)
+        self.port.retract(request.prompt.key)
         return True
 
     def on_event(self, event: EngineEvent) -> None:
@@ -230,7 +232,7 @@ class SourceEngine(_SimEngine):
             request.spans += 1
             self.watch.computes(prompt.key, is_complete=False)
             # Engines allocate as they compute: what is announced first has fewer blocks than what follows it.
-            self.coordinator.spans_ready(prompt.key, (tuple(request.blocks[:end]),), (span,))
+            self.port.spans_ready(prompt.key, (tuple(request.blocks[:end]),), (span,))
             record = self.coordinator.source.live.get(prompt.key)
             if record is not None and record.state is SourceState.STREAMING:
                 self.watch.streams(self.name, prompt.key, span)
@@ -250,7 +252,7 @@ class SourceEngine(_SimEngine):
         request.is_offered = True
         aux = Aux(token_id=prompt.client, logprob=0.0)
         self.watch.computes(prompt.key, is_complete=True)
-        self.coordinator.offer(Offer(prompt.key, (tuple(request.blocks),), prompt.tokens, aux))
+        self.port.offer(Offer(prompt.key, (tuple(request.blocks),), prompt.tokens, aux))
         request.answer()
 
     def _free(self, request: Prefill) -> None:
@@ -304,7 +306,7 @@ class TargetEngine(_SimEngine):
         self.requests[prompt.key] = Fetch(prompt, request, ended)
         self.waiting.append(self.requests[prompt.key])
         self.watch.submitted(prompt.key, "target")
-        self.coordinator.expect_source(request)
+        self.port.expect_source(request)
         self.schedule()
 
     def schedule(self) -> None:
@@ -327,7 +329,7 @@ class TargetEngine(_SimEngine):
             self.refused.add(request.key.transfer_id)
             request = replace(request, prompt="")
         self.watch.declined(request.key, is_whole=self.refuses_whole)
-        self.coordinator.decline(request, "the queue is full")
+        self.port.decline(request, "the queue is full")
 
     def cancel(self, key: HandoffKey) -> None:
         """The client is gone."""
@@ -335,7 +337,7 @@ class TargetEngine(_SimEngine):
         if request is not None and not request.is_landed:
             record = self.coordinator.target.live.get(key)
             self.watch.cancels(self.name, key, is_ending=record is None or record.state in _CLOSING)
-            self.coordinator.cancel(key)
+            self.port.cancel(key)
 
     def on_event(self, event: EngineEvent) -> None:
         """The coordinator has decided something."""
@@ -376,7 +378,7 @@ class TargetEngine(_SimEngine):
         if needed:
             # Of what is cached altogether ranks report inside the engine's call, and here that waits for the next turn.
             self.watch.allocated(request.prompt.key)
-        self.coordinator.allocated(Allocation(request.request, blocks, request.prompt.tokens, len(cached)))
+        self.port.allocated(Allocation(request.request, blocks, request.prompt.tokens, len(cached)))
 
     def _on_landed(self, event: Landed) -> None:
         request = self.requests.get(event.key)

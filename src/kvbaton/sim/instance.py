@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -40,6 +40,8 @@ from kvbaton.core.messages import (
     encode,
 )
 from kvbaton.errors import ProtocolError
+from kvbaton.sim.agent_thread import FRAMES_PER_TURN as _FRAMES_PER_TURN
+from kvbaton.sim.agent_thread import AgentThread, SimDriver
 from kvbaton.sim.engine import SourceEngine, TargetEngine
 from kvbaton.sim.memory import RankMemory, SimBlockPool, make_layout
 from kvbaton.sim.network import Network
@@ -79,6 +81,7 @@ class Bugs:
     coordinator: type[Coordinator] = Coordinator
     rank: type[RankAgent] = SimRank
     remote_ranks: type[RemoteRanks] = RemoteRanks
+    driver: type[SimDriver] = SimDriver
     source_engine: type[SourceEngine] = SourceEngine
     target_engine: type[TargetEngine] = TargetEngine
 
@@ -97,6 +100,8 @@ class Cluster:
     settings: HandoffSettings = DEFAULT_HANDOFF
     rank_lag_s: float = 0.0
     """How long an order to a rank, or a report of one, is under way at most; 0: ranks live in the coordinator's process."""
+    has_driver: bool = False
+    """Whether instances whose ranks live in processes of their own are run by the driver of production."""
     is_forgetful: bool = False
     """Whether what instances remember of ends and of grants is bounded by a few entries."""
     most_peers: int = 0
@@ -119,8 +124,24 @@ class Cluster:
 
 
 class _SimControl:
+    """What the coordinator sends with; and what a driver reads, in place of its sockets."""
+
     def __init__(self, instance: SimInstance) -> None:
         self._instance = instance
+        self.address = instance.control_address
+        self.dropped_total: Counter[str] = Counter()
+
+    def receive(self) -> Iterator[tuple[Envelope, ControlAddress | None]]:
+        """Read what has arrived, so many frames at a time; the rest wakes the driver again."""
+        instance = self._instance
+        for _ in range(min(len(instance.frames), _FRAMES_PER_TURN)):
+            yield instance.frames.popleft()
+        if instance.frames and instance.thread is not None:
+            instance.thread.wake()
+
+    def refusals(self) -> list[tuple[ControlAddress, str]]:
+        """None: whatever is dialled is a peer, or nothing."""
+        return []
 
     def dial(self, address: ControlAddress, message: Message) -> None:
         instance = self._instance
@@ -160,7 +181,7 @@ class _SimRanks:
     def send(self, rank: int, order: RankOrder) -> None:
         self._instance.cluster.watch.on_order(self._instance.process.name, rank, order)
         if self._instance.remote is not None:
-            self._instance.remote.send(rank, order)
+            self._instance.send_order(rank, order)
         else:
             self._instance.agents[rank].handle(order)
 
@@ -205,6 +226,9 @@ class SimInstance:
         self.dropped_total: Counter[str] = Counter()
         self._reports: deque[RankReport] = deque()
         self.loops: list[RankProcess] = []
+        self.thread: AgentThread | None = None
+        self.frames: deque[tuple[Envelope, ControlAddress | None]] = deque()
+        """What has arrived, and the driver has yet to read."""
         self.remote: RemoteRanks | None = None
         """Where ranks live in processes of their own: what production sends orders and takes reports with."""
         self._fenced: dict[Incarnation | None, dict[int, int]] = {}
@@ -272,23 +296,54 @@ class SimInstance:
         self.engine = kind(cluster.world, self.process, self.process.name, pool, memories, shape.layers)
         self.engine.executor = self.agents[0].executor
         self.engine.is_checked = cluster.settings.integrity is Integrity.FULL
-        self.coordinator = cluster.bugs.coordinator(
-            card,
-            "sim",
-            cluster.limits,
-            self.local_now,
-            _SimControl(self),
-            _SimRanks(self),
-            self._events.append,
-            cluster.settings,
-        )
+        if self.remote is not None and cluster.has_driver:
+            self._start_driver(card, self.remote)
+        else:
+            self.coordinator = cluster.bugs.coordinator(
+                card,
+                "sim",
+                cluster.limits,
+                self.local_now,
+                _SimControl(self),
+                _SimRanks(self),
+                self._events.append,
+                cluster.settings,
+            )
+        self._handle_frame, self._handle_report = self.coordinator.on_frame, self.coordinator.take_report
+        if self.thread is not None:
+            # What the driver has its coordinator handle is looked at, too.
+            vars(self.coordinator).update(on_frame=self._take, take_report=self._take_report)
         if cluster.is_forgetful:
             self._forget_soon()
         if cluster.most_peers:
             vars(self.coordinator).update(_peers=Peers(cluster.most_peers))
         self._reactions = Reactions(self.coordinator, self.local_now)
         self.engine.coordinator = self.coordinator
+        self.engine.port = self.coordinator if self.thread is None else self.thread.port
         self.engine.watch = cluster.watch
+
+    def _start_driver(self, card: Card, remote: RemoteRanks) -> None:
+        """Have the driver of production run the coordinator, on a thread of this process."""
+        cluster, orders = self.cluster, _SimRanks(self)
+        thread = AgentThread(cluster.world, self.process, cluster.bugs.coordinator, self._check_records, self._step_engine)
+        with thread.on_clock():
+            thread.driver = cluster.bugs.driver(card, remote, cluster.limits, _SimControl(self), thread.news, cluster.settings)
+        thread.driver.fail = self.fail
+        vars(remote).update(send=orders.send, send_all=orders.send_all)
+        self.thread, self.coordinator = thread, thread.driver.coordinator
+
+    def _step_engine(self) -> None:
+        """The engine was woken: it takes what has been decided, and shows that it lives; one that hangs, when it goes on."""
+        if self.thread is None:
+            return
+        if self.engine.is_silent:
+            self.cluster.world.at(self.engine.silent_until, self.process, self._step_engine)
+            return
+        try:
+            for event in self.thread.port.events():
+                self._notify(event)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is an error of ours
+            self.fail(error)
 
     def _forget_soon(self) -> None:
         """Shrink what is remembered of ends and of peers until it is forgotten in every run."""
@@ -384,6 +439,8 @@ class SimInstance:
             self.engine.refused.clear()
         for loop in self.loops:
             loop.paused_until = 0.0
+        if self.thread is not None:
+            self.thread.paused_until = 0.0
         for transport in self.transports:
             transport.fail_next = transport.corrupt_next = 0
 
@@ -401,17 +458,23 @@ class SimInstance:
             self._used_sequences[envelope.sender] = self._sequences[envelope.message.grant]
         via = ControlAddress.of(sender_address, 1) if sender_address in self.dialled else None
         self.cluster.watch.on_received(self.process.name, envelope.message)
-        self.guarded(lambda: self._take(envelope, via))
+        if self.thread is None:
+            self.guarded(lambda: self._take(envelope, via))
+        else:
+            self.frames.append((envelope, via))
+            self.thread.wake()
 
     def _take(self, envelope: Envelope, via: ControlAddress | None) -> None:
         """Have the coordinator handle a message, and see what it makes of it."""
+        if isinstance(envelope.message, Hello) and envelope.message.wants_answer:
+            self.cluster.watch.is_asked_for_card(self.process.name)
         check = self._reactions.expect(envelope)
         key, grant = getattr(envelope.message, "key", None), getattr(envelope.message, "grant", 0)
         if key is not None and self.coordinator.target.current(envelope.sender, key, grant) is not None:
             peer = envelope.sender.partition("#")[0]
             self.cluster.watch.answered(self.process.name, peer, self.local_now(), key)
         self._sent.clear()
-        self.coordinator.on_frame(envelope, via)
+        self._handle_frame(envelope, via)
         sent = [message for recipient, message in self._sent if recipient == envelope.sender]
         if (broken := check(sent)) is not None:
             self.cluster.world.find(broken[0], f"{self.process.name}: {broken[1]}")
@@ -445,6 +508,13 @@ class SimInstance:
             self.loops[rank % len(self.loops)].die()
         else:
             self.crash()
+
+    def stall_agent(self, until: float) -> None:
+        """Let the agent's thread stand still while the engine and the ranks go on; without one, all of it stands still."""
+        if self.thread is not None:
+            self.thread.paused_until = until
+        else:
+            self.pause(until)
 
     def pause_rank(self, rank: int, until: float) -> None:
         """Let one rank stand still; ranks that live in the coordinator's process stand still with it."""
@@ -480,7 +550,8 @@ class SimInstance:
         """Do something in this process; what follows from it is done too. An error of ours is a violation."""
         try:
             work()  # type: ignore[operator]
-            self._drain()
+            if self.thread is None:
+                self._drain()
         except Exception as error:  # noqa: BLE001 - whatever it is, it is an error of ours
             self.fail(error)
 
@@ -561,6 +632,9 @@ class SimInstance:
         if not isinstance(event, SourceEnded) or event.outcome is not Outcome.DELIVERED:
             return
         ends = [end for end in self.coordinator.source.ends() if end[1] == event.key]
+        if not ends and self.thread is not None and self.cluster.is_forgetful:
+            # An engine on a thread of its own learns of an end when that may be forgotten.
+            return
         if not ends or ends[-1] not in self.cluster.released:
             self.cluster.world.violate("released by its target", f"{self.process.name}: {event.key} of {ends[-1:]}")
 
@@ -579,11 +653,18 @@ class SimInstance:
         world, ends = self.cluster.world, []
         for process, agent, queue in zip(self.rank_processes, self.agents, reports, strict=True):
             end, far_end = socket_pair(world, self.process, process, self.cluster.rank_lag_s)
-            end.on_arrival = lambda: self.guarded(self._take_frames)
+            end.on_arrival = self._on_report_frame
             ends.append(end)
             self.loops.append(RankProcess(world, far_end, agent, queue, self.fail))
         channels = [channel_on(end, process.name) for end, process in zip(ends, self.rank_processes, strict=True)]
         self.remote = self.cluster.bugs.remote_ranks(channels, "sim", self.agents[0].executor, self._lose_rank)
+        self.send_order = self.remote.send
+
+    def _on_report_frame(self) -> None:
+        if self.thread is None:
+            self.guarded(self._take_frames)
+        else:
+            self.thread.wake()
 
     def _take_frames(self) -> None:
         if self.remote is not None:
@@ -612,17 +693,19 @@ class SimInstance:
             while self._reports:
                 self._take_report(self._reports)
             while self._events and not self.engine.is_silent:
-                event = self._events.popleft()
-                if self.cluster.world.timeline is not None:
-                    self.cluster.world.note(f"{self.process.name}: {event}")
-                self._check_released(event)
-                self.cluster.watch.on_event(self.process.name, event)
-                self.engine.on_event(event)
+                self._notify(self._events.popleft())
         if not self.loops and any(agent.has_work for agent in self.agents) and not self._is_polling:
             self._is_polling = True
             self.cluster.world.after(_WORK_S, self.process, lambda: self.guarded(self._poll))
         self._check_records()
         self._arm()
+
+    def _notify(self, event: EngineEvent) -> None:
+        if self.cluster.world.timeline is not None:
+            self.cluster.world.note(f"{self.process.name}: {event}")
+        self._check_released(event)
+        self.cluster.watch.on_event(self.process.name, event)
+        self.engine.on_event(event)
 
     def _take_report(self, reports: deque[RankReport]) -> None:
         """Have the coordinator take the next report, and see what it makes of it."""
@@ -634,12 +717,12 @@ class SimInstance:
                 record = self.coordinator.target.live.get(copy.key)
                 is_due = record is not None and record.grant == copy.grant and record.aux_pointer is not None
                 self._sent.clear()
-                self.coordinator.take_report(reports)
+                self._handle_report(reports)
                 is_asked = any(isinstance(each, Grant) and each.key == copy.key for _, each in self._sent)
                 if is_due and record is not None and record.aux is None and record.state in _WAITING and not is_asked:
                     self.cluster.world.find("taken", f"{self.process.name}: the aux record of {copy} is not asked for again")
             case _:
-                self.coordinator.take_report(reports)
+                self._handle_report(reports)
 
     def _check_records(self) -> None:
         source, target = self.coordinator.source, self.coordinator.target

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from kvbaton.agent.coordinator import Coordinator
-from kvbaton.agent.engine_port import Landed, Offer, TargetEnded
+from kvbaton.agent.engine_port import Landed, Offer, SpansReady, TargetEnded
 from kvbaton.agent.rank import _Copy, _Moving
 from kvbaton.agent.rank_orders import AuxRead, CloseCopy, CopyFailed, CopyReport, PeerFenced, RankOrder, SpanMoved
 from kvbaton.agent.rank_sets import RemoteRanks
@@ -24,6 +24,7 @@ from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Aux, AuxChannel, Executor, HandoffKey, Incarnation, Outcome, Span
 from kvbaton.core.lifecycle import TARGET, Row, SourceEvent, SourceState, TargetEffect, TargetEvent, TargetState
 from kvbaton.core.messages import MAX_NUMBER, ConfirmAsk, Confirmed, Envelope, Grant, Heartbeat, Hello, Over, Refused, Release
+from kvbaton.sim.agent_thread import SimDriver
 from kvbaton.sim.engine import Fetch, Prefill, SourceEngine, TargetEngine
 from kvbaton.sim.instance import Bugs
 from kvbaton.sim.transport import SimRank
@@ -541,6 +542,35 @@ class _RankLossIgnored(RemoteRanks):
         self._is_lost = True
 
 
+class _FramesBeforeCommands(SimDriver):
+    """Reads frames before it carries out the engine's calls: a grant overtakes the call that it is for."""
+
+    def _take_commands(self) -> None:
+        if not self.__dict__.get("planted_turn"):
+            super()._take_commands()
+
+    def _turn(self) -> None:
+        self.__dict__["planted_turn"] = True
+        try:
+            super()._turn()
+        finally:
+            self.__dict__["planted_turn"] = False
+        self._take_commands()
+
+
+class _FirstBlocksKept(SimDriver):
+    """Announces spans that waited together with the blocks of the first of them."""
+
+    def _take_spans(self, ready: tuple[SpansReady, ...]) -> None:
+        first = {each.key: each.blocks for each in reversed(ready)}
+        waiting = [each for each in self._commands if isinstance(each, tuple)]
+        if len(waiting) == len(self._commands):
+            changed = [tuple(each._replace(blocks=first.get(each.key, each.blocks)) for each in some) for some in waiting]
+            self._commands.clear()
+            self._commands.extend(changed)
+        super()._take_spans(ready)
+
+
 class _ConfirmedWhenAsked(SourceSide):
     """Confirms what it writes when it is asked to, whether the last byte has arrived or not."""
 
@@ -630,6 +660,10 @@ def _plants() -> Iterator[tuple[str, str, str, Bugs]]:
     one_rank = Bugs(coordinator=_FencedByOneRank)
     yield "fenced-by-one-rank", "fence of one rank taken for one of all", "fenced everywhere", one_rank
     yield "rank-loss-ignored", "instance goes on without a rank", "heals", Bugs(remote_ranks=_RankLossIgnored)
+    frames_first = Bugs(driver=_FramesBeforeCommands)
+    yield "frames-before-commands", "frames read before calls of the engine", "spurious failure", frames_first
+    first_blocks = Bugs(driver=_FirstBlocksKept)
+    yield "first-blocks-kept", "spans announced with the blocks of the first", "spurious failure", first_blocks
     yield "confirmed-when-asked", "question answered before the last byte", after, _sides(source=_ConfirmedWhenAsked)
     yield "tickets-kept", "batches remembered for ever", "nothing kept", Bugs(rank=_TicketsKept)
 

@@ -59,6 +59,7 @@ _UNSURE = frozenset(
         FaultKind.PAUSE_RANK,
         FaultKind.CLOCK_JUMP,
         FaultKind.STALL,
+        FaultKind.STALL_AGENT,
         FaultKind.SEVER,
     }
 )
@@ -144,6 +145,8 @@ class Run:
             may_reset=_may_reset(script, limits),
             declined_within_s=_declined_within_s(script, limits),
         )
+        self.cluster.has_driver = script.has_driver
+        self.cluster.watch.is_threaded = script.has_driver
         self.cluster.is_forgetful = script.is_forgetful
         self.cluster.most_peers = script.most_peers
         if script.library_writes and script.unfenced_writes:
@@ -432,6 +435,8 @@ class Run:
                 self.world.after(fault.for_s, None, lambda: self._restart(fault.who))
             case FaultKind.PAUSE:
                 instance.pause(until)
+            case FaultKind.STALL_AGENT:
+                instance.stall_agent(until)
             case FaultKind.PAUSE_RANK:
                 instance.pause_rank(fault.number, until)
             case FaultKind.CLOCK_JUMP:
@@ -518,7 +523,8 @@ class Run:
     def _check_hard_end(self, instance: SimInstance) -> None:
         """No hand-off stands still for longer than the cap of its state; so none lives longer than the sum of its caps."""
         now, limits, name = self.world.now, self.cluster.limits, instance.process.name
-        if now < instance.process.paused_until + _HARD_END_SLACK[1]:
+        stands_still = instance.process.paused_until if instance.thread is None else instance.thread.paused_until
+        if now < max(stands_still, instance.process.paused_until) + _HARD_END_SLACK[1]:
             return
         before = self._stands.get(name, {})
         stands = self._stands[name] = {}
@@ -564,6 +570,7 @@ class Run:
 
     def _has_paused(self, instance: SimInstance) -> bool:
         is_paused = any(loop.paused_until > self.world.now - _PAUSED_S for loop in instance.loops)
+        is_paused = is_paused or (instance.thread is not None and instance.thread.paused_until > self.world.now - _PAUSED_S)
         return is_paused or instance.process.paused_until > self.world.now - _PAUSED_S
 
     def _check_on_time(self, name: str, record: SourceRecord | TargetRecord, since: float) -> None:

@@ -45,6 +45,7 @@ class FaultKind(enum.StrEnum):
     STUCK_ENGINE = "stuck engine"
     REPLAY = "replay"
     STRAY = "stray"
+    STALL_AGENT = "stall agent"
 
 
 LINK_FAULTS = frozenset(
@@ -74,11 +75,12 @@ _WAITED_OUT = frozenset(
         FaultKind.STALL,
         FaultKind.QUEUE_FULL,
         FaultKind.PAUSE_RANK,
+        FaultKind.STALL_AGENT,
     }
 )
 _SHORT_S = 0.5
 
-_ALONE = frozenset({FaultKind.STRAY, FaultKind.CRASH_RANK})
+_ALONE = frozenset({FaultKind.STRAY, FaultKind.CRASH_RANK, FaultKind.STALL_AGENT})
 """What drills alone draw: beside a message that is lost, a stray one may be believed, and rightly; a rank dies where it can."""
 
 CALM = frozenset({FaultKind.PREEMPT, FaultKind.CANCEL_TARGET, FaultKind.CANCEL_SOURCE, FaultKind.REFUSE})
@@ -173,6 +175,9 @@ class Script(msgspec.Struct, frozen=True):
     """How many cards of peers an instance keeps; 0 for as many as in production."""
     rank_lag_s: float = 0.0
     """How long orders to ranks and their reports are under way at most; 0 where ranks live in their coordinator's process."""
+
+    has_driver: bool = False
+    """Whether the driver of production runs the instances; their ranks have to live in processes of their own."""
 
     @property
     def addresses(self) -> list[str]:

@@ -25,7 +25,6 @@ from kvbaton.core.messages import (
     Confirmed,
     Grant,
     Heartbeat,
-    Hello,
     Message,
     Prefilled,
     Release,
@@ -95,6 +94,8 @@ class Watch:
         self._may_reset = may_reset
         self._declined_within_s = declined_within_s
         self._is_undisturbed = is_prompt
+        self.is_threaded = False
+        """Whether engines and agents are threads: then what an engine calls for is done a little later."""
         self._is_prompt = is_prompt and self._patient_s < limits.retry * 0.9
         self._orders: set[tuple[object, ...]] = set()
         self._waiting: dict[HandoffKey, _Waiting] = {}
@@ -223,15 +224,16 @@ class Watch:
 
     def on_received(self, name: str, message: Message) -> None:
         """An instance receives a message."""
-        if isinstance(message, Hello) and message.wants_answer:
-            # The peer does not know this instance, or not any more: it has dropped what was sent, which is sent again.
-            self._sent_at = {about: at for about, at in self._sent_at.items() if about[0] != name}
-            self._answered = {about: answer for about, answer in self._answered.items() if about[0] != name}
-        elif isinstance(message, Heartbeat):
+        if isinstance(message, Heartbeat):
             self.seen_at |= dict.fromkeys(((name, key) for key, _ in message.live), self._world.now)
         elif (key := getattr(message, "key", None)) is not None:
             self.seen_at[name, key] = self._world.now
             self.touch(key)
+
+    def is_asked_for_card(self, name: str) -> None:
+        """A peer does not know this instance, or not any more: it has dropped what was sent, which is sent again."""
+        self._sent_at = {about: at for about, at in self._sent_at.items() if about[0] != name}
+        self._answered = {about: answer for about, answer in self._answered.items() if about[0] != name}
 
     # The engines.
 
@@ -254,7 +256,7 @@ class Watch:
 
     def streams(self, name: str, key: HandoffKey, span: Span) -> None:
         """The source's engine has computed a span, with a grant in hand: by now it is announced."""
-        if (name, key, span) not in self._announced:
+        if (name, key, span) not in self._announced and not self.is_threaded:
             self._world.find("prompt", f"{name}: {key}: {span} is computed, granted and not announced")
 
     def allocated(self, key: HandoffKey) -> None:
@@ -265,7 +267,7 @@ class Watch:
 
     def cancels(self, name: str, key: HandoffKey, *, is_ending: bool) -> None:
         """An engine cancels a hand-off that is live: unless it ends for another reason already, it ends as cancelled."""
-        if not is_ending:
+        if not is_ending and not self.is_threaded:
             self._cancelled.setdefault((name, key), Outcome.CANCELLED)
 
     def declined(self, key: HandoffKey, *, is_whole: bool) -> None:
@@ -323,7 +325,7 @@ class Watch:
         waiting.over_since = self._world.now if len(waiting.sides) > 1 else None
         if waiting.declined_at is not None and side == "source":
             waited_s = self._world.now - waiting.declined_at
-            if waited_s > self._declined_within_s:
+            if waited_s > self._declined_within_s + (_UNSEEN_S if self.is_threaded else 0.0):
                 self._world.find("prompt", f"{key}: the source ended {waited_s:.3f} s after its target had declined it")
 
     def touch(self, key: HandoffKey) -> None:
@@ -338,8 +340,8 @@ class Watch:
 _LASTING = frozenset({"effects", "late_total", "failures_total", "aux_fallbacks_total", "dropped_total", "_free", "_instance"})
 """What is no memory of hand-offs, although it has a length."""
 
-_SESSIONS = frozenset({"_cards", "_routes", "_region_epochs"})
-"""What is kept of peers, bounded by their number."""
+_SESSIONS = frozenset({"_cards", "_routes", "_region_epochs", "_channels", "_runs"})
+"""What is kept of peers and of our own ranks, bounded by their number."""
 
 
 def kept_for_ever(coordinator: Coordinator, agents: list[RankAgent]) -> Iterator[str]:

@@ -269,6 +269,22 @@ def test_a_parked_grant_ends_with_its_target() -> None:
     assert two.state() is None
 
 
+@pytest.mark.parametrize("grant", [0, 1])
+def test_a_target_that_was_refused_can_decline_what_it_was_sent_for_and_nothing_else(grant: int) -> None:
+    net = Net()
+    source = net.add(card_of("s"), 1)
+    target = net.add(card_of("t", fingerprint="another model"), 2)
+    source.coordinator.expect_target(KEY, "p")
+    target.coordinator.target.card_requests.dial(source.address)
+    net.deliver_all()
+    assert source.coordinator.dropped_total["incompatible"] == 1
+    stop = Stop(KEY, grant, Outcome.FAILED, "why", "p", sequence=grant)
+    net.letters.append(Letter(target.address, source.address, encode(Incarnation("t"), "s", stop)))
+    net.deliver_all()
+    assert (KEY in source.coordinator.source.live) is bool(grant)
+    assert source.coordinator.dropped_total["from an unknown peer"] == grant
+
+
 def test_only_an_admitted_peer_can_stop_anything() -> None:
     two = Two()
     two.expect()

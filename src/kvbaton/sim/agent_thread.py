@@ -1,0 +1,168 @@
+"""The agent's thread of an instance, as production runs it: `Driver` with its queues, turns and order, on a virtual clock.
+
+The engine calls the driver's port and drains its events when it is woken; the driver has a turn when a command, a frame or a
+report has come, or something is due. What is simulated is the thread itself: it gets its turns a little later than it could,
+and can stand still while the engine goes on. A turn reads so few frames, and carries out so few commands between two looks at
+the heartbeats, that both limits are met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from kvbaton.agent import driver as driver_module
+from kvbaton.agent.coordinator import Coordinator
+from kvbaton.agent.driver import Driver
+from kvbaton.sim.world import SimProcess, World
+
+__all__ = ["FRAMES_PER_TURN", "AgentThread", "SimDriver"]
+
+FRAMES_PER_TURN = 2
+"""How many frames a turn reads."""
+
+_COMMANDS_PER_BEAT = 2
+_LATE_S = 2e-4
+"""How much later than it could a thread has its turn at most."""
+
+_ENGINE_S = 5e-4
+"""How long an engine needs at most to notice that it was woken."""
+
+
+class _Time:
+    """The part of `time` that the driver reads."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.monotonic = clock
+
+
+class _Wakeup:
+    """Wakes the thread instead of a file descriptor."""
+
+    fd = -1
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self.set = wake
+
+    def clear(self) -> None:
+        """Nothing waits to be noticed: a turn takes all that has come."""
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class SimDriver(Driver):
+    """The driver of production. Made and called inside `AgentThread` only; an error of its own is reported to `fail`."""
+
+    fail: Callable[[Exception], None]
+
+    def _guarded(self, work: Callable[[], None]) -> bool:
+        return super()._guarded(partial(self._noted, work))
+
+    def _noted(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            self.fail(error)
+            raise
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """What decides."""
+        return self._coordinator
+
+    def take_turn(self) -> float:
+        """What the thread does between two waits; for how long it may wait then."""
+        self._guarded(self._turn)
+        return self._timeout_s()
+
+
+class _Port:
+    """The driver's port as the engine calls it, from another thread of the same process."""
+
+    def __init__(self, thread: AgentThread) -> None:
+        self._thread = thread
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._thread.driver, name)
+
+        def call(*arguments: object) -> Any:
+            with self._thread.on_clock():
+                return method(*arguments)
+
+        return call
+
+
+class AgentThread:
+    """One driver and its turns. `make` builds the driver; `on_turn` is called after each turn."""
+
+    def __init__(
+        self,
+        world: World,
+        process: SimProcess,
+        coordinator: type[Coordinator],
+        on_turn: Callable[[], None],
+        step: Callable[[], None],
+    ) -> None:
+        self._world = world
+        self._process = process
+        self._coordinator = coordinator
+        self._on_turn = on_turn
+        self._step = step
+        self.driver: SimDriver
+        self.port: Any = _Port(self)
+        self.paused_until = 0.0
+        self._turn_at = float("inf")
+        self._is_stepping = False
+
+    @contextmanager
+    def on_clock(self) -> Iterator[None]:
+        """Let the driver's module see this process: its clock, its classes, and small limits."""
+        names = vars(driver_module)
+        changed = {
+            "time": _Time(lambda: self._process.clock.local(self._world.now)),
+            "Coordinator": self._coordinator,
+            "Wakeup": lambda: _Wakeup(self.wake),
+            "FRAMES_PER_TURN": FRAMES_PER_TURN,
+            "_COMMANDS_PER_BEAT": _COMMANDS_PER_BEAT,
+        }
+        before = {name: names[name] for name in changed}
+        names.update(changed)
+        try:
+            yield
+        finally:
+            names.update(before)
+
+    def wake(self) -> None:
+        """Something has come: have a turn soon."""
+        self._have_turn(self._world.now + self._world.random.uniform(0.0, _LATE_S))
+
+    def news(self) -> None:
+        """There are events, or the engine may be asleep: have it take a step soon."""
+        if not self._is_stepping:
+            self._is_stepping = True
+            self._world.after(self._world.random.uniform(0.0, _ENGINE_S), self._process, self._wake_engine)
+
+    def _wake_engine(self) -> None:
+        self._is_stepping = False
+        self._step()
+
+    def _have_turn(self, when: float) -> None:
+        if when < self._turn_at:
+            self._turn_at = when
+            self._world.at(when, self._process, self._on_time)
+
+    def _on_time(self) -> None:
+        now = self._world.now
+        if now + 1e-12 < self._turn_at:
+            return
+        self._turn_at = float("inf")
+        if now < self.paused_until:
+            self._have_turn(self.paused_until)
+            return
+        with self.on_clock():
+            wait_s = self.driver.take_turn()
+        self._on_turn()
+        self._have_turn(now + max(wait_s / self._process.clock.rate, 1e-6))
