@@ -380,6 +380,57 @@ def test_one_rank_stands_still(flow: Flow, who: str) -> None:
 
 
 @every_flow
+@pytest.mark.parametrize("who", ["p0", "d0"])
+def test_one_rank_dies(flow: Flow, who: str) -> None:
+    """With orders and reports in flight; its instance ends when it notices that, and the other side's memory comes back."""
+    other = "d0" if who == "p0" else "p0"
+    dies = Fault(FaultKind.CRASH_RANK, who=who, number=1, for_s=LONG_S)
+    stories = [play(script) for script in at_every_event(make(flow, rank_lag_s=0.005), dies, step=8)]
+    assert not any(story.rules for story in stories)
+    assert any(story.ends != [BOTH_DELIVERED] for story in stories), "some were struck in the middle"
+    assert max(story.back(other) for story in stories) < max(GIVE_UP_S + _fence_s(flow), HOLD_S) + HOP_S + NORMAL_S
+
+
+@every_push
+def test_control_a_rank_that_died_unnoticed_is_found(flow: Flow) -> None:
+    script = make(flow, rank_lag_s=0.005)
+    scripts = at_every_event(script, Fault(FaultKind.CRASH_RANK, who="p0", number=1, for_s=LONG_S), step=8)
+    assert first_broken(scripts, PLANTS["rank-loss-ignored"].bugs)
+
+
+@every_flow
+@pytest.mark.parametrize("who", ["p0", "d0"])
+def test_stray_messages(flow: Flow, who: str) -> None:
+    """Of other grants, generations and counts, too early, or of an instance that has nothing to do with it: nothing changes."""
+    stray = Fault(FaultKind.STRAY, who=who, number=20)
+    for story in map(play, at_every_event(make(flow, prefills=2, decodes=2), stray, step=8)):
+        assert not story.rules
+        assert story.ends == [BOTH_DELIVERED]
+
+
+@every_flow
+@pytest.mark.parametrize("who", ["p0", "d0"])
+def test_agent_stands_still(flow: Flow, who: str) -> None:
+    """Its engine and its ranks go on: what they report, and what peers send, is handled when the agent goes on."""
+    script = make(flow, rank_lag_s=0.005, has_driver=True)
+    short = Fault(FaultKind.STALL_AGENT, who=who, for_s=0.3)
+    for story in _struck_in_time(script, short):
+        assert not story.rules
+        assert story.ends == [BOTH_DELIVERED]
+        assert max(story.back("p0"), story.back("d0")) < 0.3 + 2 * NORMAL_S, "ranks and threads take longer"
+    for story in _struck_in_time(script, Fault(FaultKind.STALL_AGENT, who=who, for_s=LONG_S)):
+        assert not story.rules
+
+
+def _struck_in_time(script: Script, fault: Fault) -> list[Story]:
+    """Runs with the fault at every eighth event, without those when all is over: a thread has turns although it has no work."""
+    stories = [play(each) for each in at_every_event(script, fault, step=8)]
+    in_time = [story for story in stories if story.said("FAULT ") and story.fault_at < 1.0]
+    assert len(in_time) > 3
+    return in_time
+
+
+@every_flow
 def test_transport_queue_full(flow: Flow) -> None:
     """What is refused is posted again; only when nothing is taken for transfer_timeout, both sides fail."""
     writer = "p0" if flow.source_writes else "d0"
