@@ -31,14 +31,14 @@ _ENGINE_S = 5e-4
 """How long an engine needs at most to notice that it was woken."""
 
 
-class _Time:
+class _VirtualTime:
     """The part of `time` that the driver reads."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.monotonic = clock
 
 
-class _Wakeup:
+class _ThreadBell:
     """Wakes the thread instead of a file descriptor."""
 
     fd = -1
@@ -79,7 +79,7 @@ class SimDriver(Driver):
         return self._timeout_s()
 
 
-class _Port:
+class _ThreadPort:
     """The driver's port as the engine calls it, from another thread of the same process."""
 
     def __init__(self, thread: AgentThread) -> None:
@@ -112,7 +112,7 @@ class AgentThread:
         self._on_turn = on_turn
         self._step = step
         self.driver: SimDriver
-        self.port: Any = _Port(self)
+        self.port: Any = _ThreadPort(self)
         self.paused_until = 0.0
         self._turn_at = float("inf")
         self._is_stepping = False
@@ -122,9 +122,9 @@ class AgentThread:
         """Let the driver's module see this process: its clock, its classes, and small limits."""
         names = vars(driver_module)
         changed = {
-            "time": _Time(lambda: self._process.clock.local(self._world.now)),
+            "time": _VirtualTime(lambda: self._process.clock.local(self._world.now)),
             "Coordinator": self._coordinator,
-            "Wakeup": lambda: _Wakeup(self.wake),
+            "Wakeup": lambda: _ThreadBell(self.wake),
             "FRAMES_PER_TURN": FRAMES_PER_TURN,
             "_COMMANDS_PER_BEAT": _COMMANDS_PER_BEAT,
         }
