@@ -28,6 +28,9 @@ from kvbaton.transport.base import LateWrites
 
 SEEDS = 2000
 NEAR = {
+    "preempted-fails": 10,
+    "silence-not-measured": 16,
+    "aux-channel-ignored": 44,
     "first-blocks-kept": 1762,
     "confirmed-when-asked": 698,
     "fenced-by-one-rank": 618,
@@ -39,7 +42,7 @@ NEAR = {
     "own-count": 344,
     "generation-not-checked": 295,
     "grant-leap": 219,
-    "renewed-for-ever": 210,
+    "renewed-for-ever": 407,
     "retracted-bytes-counted": 206,
     "retracted-accepted": 183,
     "quiet-by-an-earlier-end": 155,
@@ -61,12 +64,13 @@ NEAR = {
     "slot-kept": 28,
     "late-grant": 15,
     "released-by-an-earlier-grant": 11,
-    "not-renewed-while-queued": 10,
+    "not-renewed-while-queued": 251,
     "release-left-to-heartbeats": 8,
     "epoch-not-checked": 7,
     "freed-before-acknowledgement": 7,
     "completion-counted-twice": 4,
-    "target-queued-for-ever": 2,
+    "target-queued-for-ever": 175,
+    "released-then-failed": 28,
 }
 """Where a plant was found last: looked at first, because that is quicker. A change of the code may move it."""
 

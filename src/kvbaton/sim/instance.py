@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from msgspec import structs
 
@@ -325,9 +326,10 @@ class SimInstance:
     def _start_driver(self, card: Card, remote: RemoteRanks) -> None:
         """Have the driver of production run the coordinator, on a thread of this process."""
         cluster, orders = self.cluster, _SimRanks(self)
+        sockets: Any = _SimControl(self)
         thread = AgentThread(cluster.world, self.process, cluster.bugs.coordinator, self._check_records, self._step_engine)
         with thread.on_clock():
-            thread.driver = cluster.bugs.driver(card, remote, cluster.limits, _SimControl(self), thread.news, cluster.settings)
+            thread.driver = cluster.bugs.driver(card, remote, cluster.limits, sockets, thread.news, cluster.settings)
         thread.driver.fail = self.fail
         vars(remote).update(send=orders.send, send_all=orders.send_all)
         self.thread, self.coordinator = thread, thread.driver.coordinator

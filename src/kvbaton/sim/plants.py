@@ -438,6 +438,15 @@ class _RetractedBytesCounted(TargetSide):
         record.bytes_planned, record.bytes_moved = before
 
 
+class _BytesCountedTwice(TargetSide):
+    """Reports every byte that was moved twice."""
+
+    def count_moved(self, record: TargetRecord, reports: Sequence[SpanMoved]) -> None:
+        before = record.bytes_moved
+        super().count_moved(record, reports)
+        record.bytes_moved += record.bytes_moved - before
+
+
 class _AuxChannelIgnored(TargetSide):
     """Has every aux record sent in a message, whatever was set."""
 
@@ -643,7 +652,8 @@ def _plants() -> Iterator[tuple[str, str, str, Bugs]]:
     yield "freed-twice", "blocks of a failed request freed twice", "blocks conserved", Bugs(target_engine=_FreedTwice)
     yield "moved-again", "spans written again with a repeated grant", "nothing twice", _sides(source=_MovedAgain)
     retracted = _sides(target=_RetractedBytesCounted)
-    yield "retracted-bytes-counted", "bytes of a retracted generation reported", "counted", retracted
+    yield "retracted-bytes-counted", "bytes of a retracted generation reported", "counts agree", retracted
+    yield "bytes-counted-twice", "bytes reported twice", "counted", _sides(target=_BytesCountedTwice)
     yield "aux-channel-ignored", "setting of the aux channel ignored", "as set", _sides(target=_AuxChannelIgnored)
     yield "silence-not-measured", "no deadline for a silent source", "on time", _sides(target=_SilenceNotMeasured)
     yield "cause-overwritten", "later cause of an end reported", "named end", _sides(target=_CauseOverwritten)
