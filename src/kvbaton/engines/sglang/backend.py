@@ -227,10 +227,10 @@ class KVBatonSender(_SenderOrReceiver, BaseKVSender):
     ) -> None:
         del bootstrap_addr
         self.kv_mgr = mgr
-        prompt, problem = _prompt(bootstrap_room)
+        prompt, request, problem = _request(bootstrap_room)
         if not (problem or req_has_disagg_prefill_dp_rank):
             problem = _other_dp_rank(mgr, bootstrap_room)
-        self.half = SourceHalf(mgr.halves, bootstrap_room, prompt, problem)
+        self.half = SourceHalf(mgr.halves, bootstrap_room, prompt, problem, request)
         self._unsent: list[tuple[Any, list[int], list[list[int]]]] = []
 
     @_contained
@@ -282,8 +282,8 @@ class KVBatonReceiver(_SenderOrReceiver, BaseKVReceiver):
 
     def __init__(self, mgr: KVBatonManager, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
         self.kv_mgr = mgr
-        prompt, problem = _prompt(bootstrap_room)
-        self.half = TargetHalf(mgr.halves, bootstrap_room, bootstrap_addr, prompt, problem)
+        prompt, request, problem = _request(bootstrap_room)
+        self.half = TargetHalf(mgr.halves, bootstrap_room, bootstrap_addr, prompt, problem, request)
 
     @property
     def abort_notified(self) -> bool:
@@ -321,12 +321,13 @@ class KVBatonBootstrapServer(BaseKVBootstrapServer):
         del host, port
 
 
-def _prompt(room: object) -> tuple[Sequence[int], str]:
-    """The prompt of the request that a sender or receiver is made for, or why it is not known."""
+def _request(room: object) -> tuple[Sequence[int], str, str]:
+    """The prompt and the name of the request that a sender or receiver is made for, or why it is not known."""
     try:
-        return current_request(room).origin_input_ids, ""
+        request = current_request(room)
     except ConfigError as error:
-        return (), str(error)
+        return (), "", str(error)
+    return request.origin_input_ids, str(request.rid), ""
 
 
 def _data_parallel(role: str, arguments: Any, parallel: Any) -> tuple[int, int]:

@@ -17,8 +17,11 @@ released early: a target that reads pages which have changed never gets a confir
 **A room names a request, for a while.** Clients and balancers choose rooms, and may use one twice. The first request under a
 room keeps it until the agents have reported its end; a second one meanwhile fails by name, and the first is not touched.
 
-With several ranks, each has these objects for the same requests in the same order. The leader's reach the agents; the others
-take the same events from the leader (`ranks.py`), so that every rank reaches the same state, and writes the same metadata row.
+With several ranks, each has these objects for the same requests. The leader's reach the agents; the others take the same
+events from the leader (`ranks.py`), so that every rank reaches the same state, and writes the same metadata row. Ranks are not
+in step: the next request under a room may come while a rank has not taken the end of the last one yet. So the leader alone
+decides whether a room is in use, and among the ranks a hand-off is named by its room and SGLang's name of the request
+(`rank_key`).
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvbaton.agent.engine_port import (
     Allocation,
@@ -52,7 +56,7 @@ from kvbaton.engines.handoff_params import SourceCheck
 from kvbaton.engines.sglang.tables import PLAIN, BlockTables, StateIndices
 from kvbaton.errors import BadRequest, KVBatonError, ProtocolError
 
-__all__ = ["Halves", "Poll", "SourceHalf", "TargetHalf", "prompt_digest"]
+__all__ = ["Followers", "Halves", "Poll", "SourceHalf", "TargetHalf", "prompt_digest", "rank_key"]
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +78,22 @@ class Poll(enum.IntEnum):
 def prompt_digest(token_ids: Sequence[int]) -> str:
     """What the prompt is, in short; the same on every engine, because a hand-off joins requests of the same prompt only."""
     return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16).hexdigest()
+
+
+def rank_key(key: HandoffKey, request: str) -> HandoffKey:
+    """The key of a hand-off among the ranks of one instance: of its requests under one room, which is meant."""
+    number = int.from_bytes(hashlib.blake2b(request.encode(errors="replace"), digest_size=8).digest()) >> 2
+    return HandoffKey(key.transfer_id, key.prompt_index, number)
+
+
+class Followers(Protocol):
+    """The other ranks, as the leader's halves see them."""
+
+    def begin(self, key: HandoffKey, request: str) -> None:
+        """What the agents decide about `key` from now on is about this request of SGLang's."""
+
+    def refused(self, key: HandoffKey, request: str, side: Side, reason: str) -> None:
+        """The leader has refused this request: the agents decide nothing about it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +125,11 @@ class Halves:
         poison: Callable[[BlockLists], None] | None = None,
         observe: Observer = no_observer,
         sources: SourceCheck | None = None,
+        followers: Followers | None = None,
     ) -> None:
         self.port = port
         self._sources = sources
+        self._followers = followers
         self.settings = settings
         self.read_row = read_row
         self.write_row = write_row
@@ -126,8 +148,15 @@ class Halves:
     def begin(self, half: SourceHalf | TargetHalf) -> None:
         """A request of SGLang's; what the leader has sent about it before counts now."""
         self.live[half.key] = half
+        if self._followers is not None:
+            self._followers.begin(half.key, half.request)
         for event in self._early.pop(half.key, []):
             self._take(event)
+
+    def refused(self, half: _Half) -> None:
+        """A request that the agents were never asked about: it ends on the other ranks too."""
+        if self._followers is not None and half.room:
+            self._followers.refused(half.key, half.request, half.side, half.reason)
 
     def _take(self, event: EngineEvent) -> None:
         half = self.live.get(event.key)
@@ -176,9 +205,13 @@ class _Half:
 
     side: Side
 
-    def __init__(self, halves: Halves, room: object, problem: str = "") -> None:
-        """With a `problem` it has failed for that reason from the start, and the agents are asked for nothing."""
+    def __init__(self, halves: Halves, room: object, problem: str = "", request: str = "") -> None:
+        """With a `problem` it has failed for that reason from the start, and the agents are asked for nothing.
+
+        `request` is SGLang's name of the request, the same on every rank.
+        """
         self.halves = halves
+        self.request = request
         self.state = Poll.BOOTSTRAPPING
         self.reason = ""
         self.room = 0
@@ -187,7 +220,8 @@ class _Half:
         """Whether the agents have reported the end, or were never asked."""
         try:
             self.room = _checked_room(room)
-            self.key = HandoffKey(room_transfer_id(self.room))
+            key = HandoffKey(room_transfer_id(self.room))
+            self.key = rank_key(key, request) if halves.settings.follows else key
             if problem:
                 raise BadRequest("bootstrap_room", problem)
             if self.key in halves.live:
@@ -196,8 +230,13 @@ class _Half:
                     f"room {self.room} is in use by another request here; choose a random one for each request",
                 )
         except BadRequest as error:
-            self.is_over = True
-            self.fail(str(error))
+            self._refuse(str(error))
+
+    def _refuse(self, reason: str) -> None:
+        """Fail before the agents know of it."""
+        self.is_over = True
+        self.fail(reason)
+        self.halves.refused(self)
 
     def fail(self, reason: str) -> None:
         """Fail for a reason of this side; the agents are notified where they know of it."""
@@ -218,8 +257,7 @@ class _Half:
             call()
         except KVBatonError as error:
             self.halves.live.pop(self.key, None)
-            self.is_over = True
-            self.fail(f"the agents refused it: {error}")
+            self._refuse(f"the agents refused it: {error}")
 
     def _cancel(self) -> None:
         self.halves.port.cancel(self.key, self.side)
@@ -238,8 +276,8 @@ class SourceHalf(_Half):
 
     side = Side.SOURCE
 
-    def __init__(self, halves: Halves, room: object, prompt: Sequence[int], problem: str = "") -> None:
-        super().__init__(halves, room, problem)
+    def __init__(self, halves: Halves, room: object, prompt: Sequence[int], problem: str = "", request: str = "") -> None:
+        super().__init__(halves, room, problem, request)
         self._tokens = len(prompt)
         self._pages: list[int] = []
         self._spans = 0
@@ -344,8 +382,10 @@ class TargetHalf(_Half):
 
     side = Side.TARGET
 
-    def __init__(self, halves: Halves, room: object, address: str, prompt: Sequence[int], problem: str = "") -> None:
-        super().__init__(halves, room, problem)
+    def __init__(
+        self, halves: Halves, room: object, address: str, prompt: Sequence[int], problem: str = "", request: str = ""
+    ) -> None:
+        super().__init__(halves, room, problem, request)
         self._tokens = len(prompt)
         self._row = -1
         self._has_pages = False
@@ -365,8 +405,7 @@ class TargetHalf(_Half):
         try:
             source = self.halves.source_at(self._address, self.room, dp_rank)
         except BadRequest as error:
-            self.is_over = True
-            self.fail(str(error))
+            self._refuse(str(error))
             return
         # Push for both modes: SGLang's instances get their requests at the same time, so a grant may come first and has to wait
         # for its prefill; a grant in pull is about a prefill that is complete. What differs is when the source announces.
@@ -386,7 +425,7 @@ class TargetHalf(_Half):
             self.fail(f"disagg_prefill_dp_rank is {dp_rank}; by prefill_dp_size prefill instances have {ranks}, counted from 0")
         elif ranks > 1 and self.state is Poll.BOOTSTRAPPING and self._request is None:
             if self.key in self.halves.live:
-                self.fail(f"room {self.room} is in use by another request here; choose a random one for each request")
+                self._refuse(f"room {self.room} is in use by another request here; choose a random one for each request")
                 return
             self._expect(dp_rank)
         self._advance(Poll.WAITING)

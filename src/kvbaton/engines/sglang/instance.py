@@ -111,7 +111,8 @@ class RankInstance:
         # Every rank checks by the leader's address, which routers know: all of them refuse, or none.
         own = place.broadcast(agents.control_address)
         sources = SourceCheck(agents.trust, own)
-        self.halves = Halves(self.port, half_settings, rows.read, rows.write, poison, self._observe, sources)
+        followers = self.port if isinstance(self.port, LeaderDriver) else None
+        self.halves = Halves(self.port, half_settings, rows.read, rows.write, poison, self._observe, sources, followers)
         self._announcer = self._announcer_of(agents.control_address, incarnation, model) if place.is_leader else None
         if self._notes is not None:
             self._notes.start()

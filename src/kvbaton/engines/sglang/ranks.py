@@ -2,7 +2,8 @@
 
 The leader (rank 0) runs the coordinator. Every rank, the leader's own among them, runs a rank agent over its part of the cache,
 at the other end of a channel. SGLang polls senders and receivers on every rank, and takes the lowest state of all, so the
-other ranks get the same events as the leader over a second channel.
+other ranks get the same events as the leader over a second channel, and the end of every request that the leader has refused.
+Keys on that channel are those of `rank_key`: SGLang hands a request to its ranks at different times.
 
 In a pipeline of decode, a later stage allocates pages after the first one, and may still use those that the first one has
 freed. So the leader grants pages only when every rank has reported its own, and only where all have the same.
@@ -17,6 +18,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,7 @@ from kvbaton.core.card import Endpoint
 from kvbaton.core.handoff import BlockLists, HandoffKey, Outcome, Span
 from kvbaton.core.layout import Layout
 from kvbaton.core.timeline import Side
+from kvbaton.engines.sglang.halves import rank_key
 from kvbaton.errors import LocalError
 from kvbaton.transport.base import Region, Transport
 
@@ -145,32 +148,15 @@ def start_rank(
 
 
 class _RankPages(msgspec.Struct, frozen=True):
-    """A rank to its leader: the blocks that it has allocated for a hand-off, none when it has failed there.
-
-    A room may be used again before this arrives: `life` counts the requests of a key, which every rank gets in the same order.
-    """
+    """A rank to its leader: the blocks that it has allocated for a hand-off, none when it has failed there."""
 
     key: HandoffKey
-    life: int
     blocks: BlockLists
     cached_tokens: int
 
 
-class _Lives:
-    """How many requests there were of each key."""
-
-    def __init__(self) -> None:
-        self._lives: BoundedMap[HandoffKey, int] = BoundedMap(_MAX_REPORTED)
-
-    def begin(self, key: HandoffKey) -> None:
-        self._lives[key] = self._lives.get(key, 0) + 1
-
-    def of(self, key: HandoffKey) -> int:
-        return self._lives.get(key, 0)
-
-
 class LeaderDriver(Driver):
-    """The agents of an instance in several processes; what is decided is sent to `followers` too.
+    """The agents of an instance in several processes; what is decided is sent to `followers` too, under the key of the request.
 
     With `waits_for_all`, blocks are granted when every rank has reported that it has allocated them.
     """
@@ -182,12 +168,19 @@ class LeaderDriver(Driver):
         self._allocations: dict[HandoffKey, Allocation] = {}
         self._reported: BoundedMap[HandoffKey, dict[int, _RankPages]] = BoundedMap(_MAX_REPORTED)
         self._refusals: dict[HandoffKey, str] = {}
-        self._lives = _Lives()
+        self._rank_keys: dict[HandoffKey, HandoffKey] = {}
 
-    def expect_source(self, request: SourceRequest) -> None:
-        """Also counts the request, as the other ranks do."""
-        self._lives.begin(request.key)
-        super().expect_source(request)
+    def begin(self, key: HandoffKey, request: str) -> None:
+        """What is decided about `key` from now on is about this request of SGLang's."""
+        self._rank_keys[key] = rank_key(key, request)
+
+    def refused(self, key: HandoffKey, request: str, side: Side, reason: str) -> None:
+        """The leader has refused this request: it ends on the other ranks too, and what else has its room goes on."""
+        known = rank_key(key, request)
+        if self._rank_keys.get(key) == known:
+            del self._rank_keys[key]
+        ended = SourceEnded if side is Side.SOURCE else TargetEnded
+        self._send([ended(known, Outcome.FAILED, reason)])
 
     def allocated(self, allocation: Allocation) -> None:
         """The leader has blocks: grant them, at once or when all have them."""
@@ -208,12 +201,12 @@ class LeaderDriver(Driver):
                 pages = msgspec.msgpack.decode(frame, type=_RankPages)
                 self._reported[pages.key] = {**self._reported.get(pages.key, {}), rank: pages}
         for key, allocation in list(self._allocations.items()):
-            life = self._lives.of(key)
-            reported = {rank: pages for rank, pages in self._reported.get(key, {}).items() if pages.life == life}
+            known = self._rank_keys.get(key, key)
+            reported = self._reported.get(known, {})
             if len(reported) < len(self._followers):
                 continue
             del self._allocations[key]
-            self._reported.pop(key, None)
+            self._reported.pop(known, None)
             others = {rank: pages for rank, pages in reported.items() if not _are_same(allocation, pages)}
             if others:
                 rank, pages = min(others.items())
@@ -231,17 +224,22 @@ class LeaderDriver(Driver):
         if self._waits_for_all:
             self._grant_what_all_have()
         events = [self._named(event) for event in super().events()]
+        self._send([replace(event, key=self._rank_keys[event.key]) for event in events if event.key in self._rank_keys])
+        for event in events:
+            if isinstance(event, (SourceEnded, Landed, TargetEnded)):
+                # A hand-off that is over waits for no blocks.
+                self._allocations.pop(event.key, None)
+                self._reported.pop(self._rank_keys.pop(event.key, event.key), None)
+        return events
+
+    def _send(self, events: Sequence[EngineEvent]) -> None:
         if events:
             frame = msgspec.msgpack.encode([(type(event).__name__, event) for event in events])
             for follower in self._followers:
                 follower.send(frame, _SEND_S)
-        return events
 
     def _named(self, event: EngineEvent) -> EngineEvent:
-        """With the reason of a refusal that is this driver's own; a hand-off that is over waits for no blocks."""
-        if isinstance(event, (Landed, TargetEnded)):
-            self._allocations.pop(event.key, None)
-            self._reported.pop(event.key, None)
+        """With the reason of a refusal that is this driver's own."""
         if isinstance(event, TargetEnded) and event.key in self._refusals:
             return TargetEnded(event.key, event.outcome, self._refusals.pop(event.key))
         return event
@@ -260,7 +258,6 @@ class FollowerPort(HandoffPort):
     def __init__(self, events: Channel, *, reports_pages: bool) -> None:
         self._channel = events
         self._reports_pages = reports_pages
-        self._lives = _Lives()
 
     def events(self) -> list[EngineEvent]:
         """Take what the leader has sent; never waits for more."""
@@ -284,9 +281,7 @@ class FollowerPort(HandoffPort):
 
     def offer(self, offer: Offer) -> None: ...
 
-    def expect_source(self, request: SourceRequest) -> None:
-        """Counted, as the leader does."""
-        self._lives.begin(request.key)
+    def expect_source(self, request: SourceRequest) -> None: ...
 
     def allocated(self, allocation: Allocation) -> None:
         """This rank has blocks; the leader grants them."""
@@ -294,8 +289,7 @@ class FollowerPort(HandoffPort):
 
     def _report(self, key: HandoffKey, blocks: BlockLists, cached_tokens: int) -> None:
         if self._reports_pages:
-            pages = _RankPages(key, self._lives.of(key), blocks, cached_tokens)
-            self._channel.send(msgspec.msgpack.encode(pages), _SEND_S)
+            self._channel.send(msgspec.msgpack.encode(_RankPages(key, blocks, cached_tokens)), _SEND_S)
 
     def decline(self, request: SourceRequest, reason: str) -> None: ...
 

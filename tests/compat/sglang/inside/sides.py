@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from kvbaton.launch.ports import PortPicker
 PAGE, LAYERS, TOKENS, ROWS = 4, 3, 10, 8
 PROMPT = list(range(TOKENS))
 PORTS = PortPicker()
+_numbers = itertools.count()
 ONE = SimpleNamespace(attn_tp_size=1, attn_tp_rank=0, pp_size=1, pp_rank=0, dp_size=1, attn_dp_size=1, attn_cp_size=1)
 
 
@@ -73,7 +75,9 @@ class Side:
         self.manager = manager(args, DisaggregationMode(role), SimpleNamespace(**server))
 
     def make(self, kind: KVClassType, room: int, prompt: list[int], port: int, host: str = "127.0.0.1") -> Any:
-        hooks._keep_request(None, SimpleNamespace(bootstrap_room=room, origin_input_ids=prompt))
+        hooks._keep_request(
+            None, SimpleNamespace(bootstrap_room=room, origin_input_ids=prompt, rid=f"request {next(_numbers)}")
+        )
         return get_kv_class(TransferBackend(hooks.BACKEND), kind)(self.manager, f"{host}:{port}", room)
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ all ranks and takes the lowest state, as SGLang's schedulers do.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +39,8 @@ ROW = {
     "bootstrap_room": 64,
 }
 _WAIT_S = 20.0
+_numbers = itertools.count()
+"""SGLang names each request, too."""
 
 
 class _Device:
@@ -233,8 +236,11 @@ class Request:
 
     def __init__(self, instance: Instance, room: int, prompt: Sequence[int], address: str = "") -> None:
         self.instance = instance
+        name = f"request {next(_numbers)}"
         self.halves: list[Any] = [
-            TargetHalf(rank.halves, room, address, prompt) if address else SourceHalf(rank.halves, room, prompt)
+            TargetHalf(rank.halves, room, address, prompt, request=name)
+            if address
+            else SourceHalf(rank.halves, room, prompt, request=name)
             for rank in instance.ranks
         ]
 

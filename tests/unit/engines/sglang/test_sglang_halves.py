@@ -11,7 +11,7 @@ from sglang_rig import ADDRESS, AUX, PAGE, PROMPT, ROOM, Rig, key_of
 from kvbaton.agent.engine_port import Allocation, EngineEvent, Granted, HandoffStats, Landed, Offer, SourceEnded, TargetEnded
 from kvbaton.core.handoff import Mode, Outcome, Span
 from kvbaton.core.timeline import Side, Stage
-from kvbaton.engines.sglang.halves import Poll, SourceHalf, TargetHalf, prompt_digest
+from kvbaton.engines.sglang.halves import Poll, SourceHalf, TargetHalf, prompt_digest, rank_key
 
 DELIVERED = SourceEnded(key_of(), Outcome.DELIVERED)
 LANDED = Landed(key_of(), AUX, HandoffStats())
@@ -166,7 +166,8 @@ def test_a_second_set_of_pages_changes_nothing() -> None:
 
 def test_events_that_are_ahead_of_a_following_rank_wait_for_its_request() -> None:
     rig = Rig(follows=True)
-    rig.agents.push(Granted(key_of()), SourceEnded(key_of(), Outcome.FAILED, "the target is gone"))
+    known = rank_key(key_of(), "")
+    rig.agents.push(Granted(known), SourceEnded(known, Outcome.FAILED, "the target is gone"))
     rig.halves.take_events()
     source = rig.source()
     assert source.poll() is Poll.FAILED
@@ -174,6 +175,17 @@ def test_events_that_are_ahead_of_a_following_rank_wait_for_its_request() -> Non
     assert not rig.halves.live
     again = rig.source()
     assert again.poll() is Poll.BOOTSTRAPPING
+
+
+def test_a_following_rank_keeps_two_requests_under_one_room_apart() -> None:
+    """It has the next one before it has taken the end of the first one."""
+    rig = Rig(follows=True)
+    first, second = (SourceHalf(rig.halves, ROOM, PROMPT, request=name) for name in ("first", "second"))
+    rig.agents.push(
+        SourceEnded(rank_key(key_of(), "first"), Outcome.FAILED, "the target is gone"), Granted(rank_key(key_of(), "second"))
+    )
+    assert (first.poll(), second.poll()) == (Poll.FAILED, Poll.WAITING)
+    assert list(rig.halves.live.values()) == [second]
 
 
 def test_events_about_what_a_leader_does_not_know_are_forgotten() -> None:

@@ -11,6 +11,7 @@ from sglang_instances import Instance, Request, instances, wait_for, wait_until_
 from kvbaton.core.handoff import Mode
 from kvbaton.core.topology import Shape
 from kvbaton.engines.sglang.halves import Poll, SourceHalf
+from kvbaton.errors import LocalError
 from kvbaton.launch.ports import PortPicker
 
 TOKENS = 14
@@ -173,6 +174,70 @@ def test_what_a_later_stage_has_allocated_for_an_aborted_request_is_not_that_of_
         wait_until_over(aborted)
         target = hand_over(prefill, decode)
         assert target.poll() is Poll.SUCCESS, target.reason
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_a_room_may_be_used_again_while_another_rank_has_not_taken_the_end_of_its_last_request(tp: int, pp: int) -> None:
+    """SGLang ends a request on all ranks when one reports its failure: the others may poll no more before the next one."""
+    ports = PortPicker()
+    prefill, decode = Instance("prefill", ports, tp, pp=pp), Instance("decode", ports, tp, pp=pp, poison=True)
+    with instances(prefill, decode):
+        for _ in range(3):
+            source, target = Request(prefill, ROOM, PROMPT), Request(decode, ROOM, PROMPT, prefill.address)
+            source.each("abort")
+            target.each("abort")
+            for half in (source.halves[0], target.halves[0]):
+                _poll_until(half, Poll.FAILED)
+                _poll_until_over(half)
+        target = hand_over(prefill, decode)
+        assert target.poll() is Poll.SUCCESS, target.reason
+        pages = [1 + 2 * page for page in range(-(-TOKENS // decode.page))]
+        assert decode.problems(pages, TOKENS, seed=3) == []
+        for instance in (prefill, decode):
+            for rank in instance.ranks:
+                rank.halves.take_events()
+                assert not rank.halves.live
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_whether_a_room_is_in_use_is_decided_once_for_all_ranks(tp: int, pp: int) -> None:
+    """Another rank may have taken the end of the first request when the second one comes there, and the leader has not."""
+    ports = PortPicker()
+    prefill, decode = Instance("prefill", ports, tp, pp=pp), Instance("decode", ports, tp, pp=pp)
+    with instances(prefill, decode):
+        first, second = Request(prefill, ROOM, PROMPT), Request(prefill, ROOM, PROMPT)
+        assert [half.state for half in second.halves] == [Poll.FAILED, Poll.BOOTSTRAPPING]
+        assert wait_for(second, Poll.FAILED) is Poll.FAILED
+        wait_until_over(second)
+        for half in second.halves:
+            assert f"room {ROOM} is in use" in half.reason
+        assert first.poll() is Poll.BOOTSTRAPPING
+        first.each("abort")
+        wait_until_over(first)
+        assert hand_over(prefill, decode).poll() is Poll.SUCCESS
+
+
+def test_a_request_that_the_leaders_agents_refuse_is_left_on_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    ports = PortPicker()
+    prefill = Instance("prefill", ports, 2)
+
+    def refuse(*_: object) -> None:
+        raise LocalError("the agents have stopped")
+
+    with instances(prefill):
+        monkeypatch.setattr(prefill.ranks[0].port, "expect_target", refuse)
+        source = Request(prefill, ROOM, PROMPT)
+        wait_until_over(source)
+        assert "the agents have stopped" in source.halves[1].reason
+        assert not any(rank.halves.live for rank in prefill.ranks)
+
+
+def _poll_until_over(half: SourceHalf) -> None:
+    until = time.monotonic() + 20
+    while not half.is_over:
+        assert time.monotonic() < until, "the agents report no end"
+        half.poll()
+        time.sleep(0.002)
 
 
 def _poll_until(half: SourceHalf, state: Poll) -> None:
