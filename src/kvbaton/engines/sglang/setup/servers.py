@@ -31,7 +31,7 @@ _CACHE_TOKENS = 8192
 _CHUNK_TOKENS = 512
 _ON_CPUS = (
     "--device cpu --attention-backend torch_native --sampling-backend pytorch --disable-overlap-schedule "
-    "--grammar-backend none --skip-server-warmup --sleep-on-idle --mem-fraction-static 0.9 --max-running-requests 64"
+    "--grammar-backend none --sleep-on-idle --mem-fraction-static 0.9 --max-running-requests 64"
 ).split()
 """The size of the cache is given, so the fraction only has to be large: what other programs take while a server starts counts
 as its weights, and a server for which too little is left ends."""
