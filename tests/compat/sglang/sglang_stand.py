@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import subprocess
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -39,23 +40,28 @@ __all__ = [
     "Grid",
     "SglangStand",
     "StandSpec",
+    "Trio",
     "different",
     "generate",
     "hand_over",
     "health",
     "live_handoffs",
     "new_room",
+    "noted",
     "noted_at",
+    "outcome",
     "prompt",
     "ready",
     "run",
-    "stages",
     "stand",
     "tiny_model",
+    "wait_at_rest",
+    "wait_until_noted",
 ]
 
 START_S = 600.0
 REQUEST_S = 300.0
+WAIT_S = 60.0
 VOCABULARY = 500
 OUTPUT = 8
 _TOLERANCE = 1e-4
@@ -229,6 +235,38 @@ class Grid:
         return all(death.name != part.name for death in self.fleet.deaths()) and health(part) == 200
 
 
+@dataclass(frozen=True)
+class Trio:
+    """Servers of a grid: a plain one, and a pair."""
+
+    grid: Grid
+    single: FleetPart
+    prefill: FleetPart
+    decode: FleetPart
+
+    @property
+    def bootstrap_port(self) -> int:
+        """Where the prefill listens."""
+        return ControlAddress.parse(self.prefill.control_address).handshake
+
+    def where(self, room: int = 0) -> dict[str, Any]:
+        """The fields that name the prefill and a room there, a new one unless it is given."""
+        return {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstrap_port, "bootstrap_room": room or new_room()}
+
+    def check_serves(self, tokens: int, *others: FleetPart) -> None:
+        """All run and answer, nothing is held on either side, and the pair hands over a prompt of so many tokens."""
+        wait_at_rest(self.prefill, self.decode)
+        for part in (self.prefill, self.decode, *others):
+            assert self.grid.is_alive(part), part.name
+
+        async def work(session: aiohttp.ClientSession) -> None:
+            ids = prompt(new_room(), tokens)
+            single = await generate(session, self.single.base_url, ids)
+            assert different(single, (await hand_over(session, self.prefill, self.decode, ids))[1]) == ""
+
+        run(work)
+
+
 async def generate(
     session: aiohttp.ClientSession, url: str, token_ids: Sequence[int], output: int = OUTPUT, **more: Any
 ) -> Answer:
@@ -300,9 +338,30 @@ def live_handoffs(part: FleetPart) -> int:
     return sum(each["outcome"] is None for each in _reported(part, "/handoffs")["handoffs"])
 
 
-def stages(part: FleetPart, room: int) -> list[str]:
-    """What a server has noted about the hand-off of a room so far, in order."""
-    return [note["stage"] for note in _notes(part, room)]
+def wait_at_rest(*parts: FleetPart) -> None:
+    """Wait until none of these has a hand-off under way, for a bounded time."""
+    until = time.monotonic() + WAIT_S
+    while any(live_handoffs(part) for part in parts):
+        assert time.monotonic() < until, "hand-offs are left"
+        time.sleep(0.1)
+
+
+def noted(part: FleetPart, room: int, stage: str) -> int:
+    """How often a server has noted a stage of the hand-off of a room so far."""
+    return sum(note["stage"] == stage for note in _notes(part, room))
+
+
+async def wait_until_noted(part: FleetPart, room: int, stage: str, count: int = 1) -> None:
+    """Wait until a server has noted a stage of the hand-off of a room so often, for a bounded time."""
+    until = time.monotonic() + WAIT_S
+    while await asyncio.to_thread(noted, part, room, stage) < count:
+        assert time.monotonic() < until, f"{part.name} has not noted {stage!r}"
+        await asyncio.sleep(0.002)
+
+
+def outcome(part: FleetPart, room: int) -> str:
+    """How the hand-off of a room ended on a server; empty while it is under way."""
+    return next((str(note["outcome"]) for note in _notes(part, room) if note.get("outcome")), "")
 
 
 def noted_at(part: FleetPart, room: int, stage: str) -> float:

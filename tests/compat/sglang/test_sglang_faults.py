@@ -12,8 +12,20 @@ from typing import Any
 
 import aiohttp
 import pytest
-from sglang_stand import Answer, SglangStand, StandSpec, different, generate, health, new_room, prompt, run, stages, stand
-from test_sglang_pair import wait_at_rest
+from sglang_stand import (
+    Answer,
+    SglangStand,
+    StandSpec,
+    different,
+    generate,
+    health,
+    new_room,
+    prompt,
+    run,
+    stand,
+    wait_at_rest,
+    wait_until_noted,
+)
 
 from kvbaton.launch.fleet import FleetPart
 
@@ -39,11 +51,7 @@ def pair() -> Iterator[SglangStand]:
 
 async def _wait_for(pair: SglangStand, room: int, stage: str) -> None:
     side, noted, count = STAGES[stage]
-    part = pair.prefill if side == "prefill" else pair.decode
-    until = time.monotonic() + WAIT_S
-    while (await asyncio.to_thread(stages, part, room)).count(noted) < count:
-        assert time.monotonic() < until, f"{side} has not noted {noted!r}"
-        await asyncio.sleep(0.002)
+    await wait_until_noted(pair.prefill if side == "prefill" else pair.decode, room, noted, count)
 
 
 async def _answer(asking: Coroutine[Any, Any, Answer]) -> Answer:
@@ -105,7 +113,7 @@ def test_one_side_falls_and_the_other_serves_on(pair: SglangStand, side: str, nu
     if number != signal.SIGSTOP:
         _restart(pair, victim)
     run(again)
-    wait_at_rest(pair)
+    wait_at_rest(pair.prefill, pair.decode)
 
 
 def _restart(pair: SglangStand, victim: FleetPart) -> None:

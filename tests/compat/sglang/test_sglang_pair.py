@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
-from sglang_stand import Answer, SglangStand, StandSpec, different, prompt, run, stand
+from sglang_stand import Answer, SglangStand, StandSpec, different, prompt, run, stand, wait_at_rest
 
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import PROTOCOL
@@ -32,14 +32,6 @@ pytestmark = [pytest.mark.sglang_full, pytest.mark.timeout(1800)]
 def pair(request: pytest.FixtureRequest) -> Iterator[SglangStand]:
     with stand(StandSpec(mode=request.param)) as running:
         yield running
-
-
-def wait_at_rest(pair: SglangStand) -> None:
-    """Wait until neither side has a hand-off under way, for a bounded time."""
-    until = time.monotonic() + 60
-    while any(pair.live_handoffs(part) for part in (pair.prefill, pair.decode)):
-        assert time.monotonic() < until, "hand-offs are left"
-        time.sleep(0.2)
 
 
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 63, 64, 65, 300, 1000])
@@ -147,7 +139,7 @@ def test_after_300_requests_with_aborts_nothing_is_held(pair: SglangStand) -> No
         assert different(single, (await pair.pair(session, ids))[1]) == ""
 
     run(work)
-    wait_at_rest(pair)
+    wait_at_rest(pair.prefill, pair.decode)
 
 
 def test_a_room_used_twice_at_once_is_refused_by_name_and_the_first_is_served(pair: SglangStand) -> None:
@@ -295,7 +287,7 @@ def test_1000_rooms_at_once_need_no_more_threads_and_files(pair: SglangStand) ->
         assert not failed, failed[:3]
 
     run(work)
-    wait_at_rest(pair)
+    wait_at_rest(pair.prefill, pair.decode)
     for name, (threads, files) in before.items():
         assert largest[name][0] <= threads + 2, name
         assert largest[name][1] <= files + 4, name

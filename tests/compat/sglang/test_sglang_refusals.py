@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,9 +11,8 @@ from typing import Any
 
 import aiohttp
 import pytest
-from sglang_stand import Answer, Grid, different, generate, hand_over, new_room, prompt, run, stages
+from sglang_stand import Answer, Grid, Trio, different, generate, hand_over, new_room, prompt, run, wait_until_noted
 
-from kvbaton.core.addresses import ControlAddress
 from kvbaton.launch.fleet import FleetPart
 
 pytestmark = [pytest.mark.sglang_full, pytest.mark.timeout(1800)]
@@ -24,33 +22,16 @@ LIMITS = {"limits": {"transfer_timeout": 10, "defer_timeout": 20, "queue_timeout
 
 
 @dataclass(frozen=True)
-class Servers:
-    """One prefill of two ranks, and decode servers of which two do not fit it."""
+class Servers(Trio):
+    """A prefill of two ranks, a decode whose pages are twice as large and whose cache has room for 1,024 tokens, and decode
+    servers that do not fit.
+    """
 
-    grid: Grid
-    single: FleetPart
-    prefill: FleetPart
-    decode: FleetPart
-    """Its pages are twice as large, and its cache has room for 1,024 tokens."""
     misfits: dict[str, FleetPart]
-
-    @property
-    def where(self) -> dict[str, Any]:
-        """The fields that name the prefill server."""
-        port = ControlAddress.parse(self.prefill.control_address).handshake
-        return {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": new_room()}
 
     def check_all_alive(self) -> None:
         """Every server runs and answers, and the pair serves."""
-        for part in (self.prefill, self.decode, *self.misfits.values()):
-            assert self.grid.is_alive(part), part.name
-
-        async def work(session: aiohttp.ClientSession) -> None:
-            ids = prompt(new_room(), 70)
-            single = await generate(session, self.single.base_url, ids)
-            assert different(single, (await hand_over(session, self.prefill, self.decode, ids))[1]) == ""
-
-        run(work)
+        self.check_serves(70, *self.misfits.values())
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +50,6 @@ def servers() -> Iterator[Servers]:
         )
         grid.wait_healthy()
         yield made
-
-
-async def _wait_until_noted(part: FleetPart, room: int, noted: str) -> None:
-    until = time.monotonic() + WAIT_S
-    while noted not in await asyncio.to_thread(stages, part, room):
-        assert time.monotonic() < until, f"{part.name} has not noted {noted!r}"
-        await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 31, 33, 200])
@@ -119,10 +93,10 @@ def test_a_room_used_twice_is_refused_by_name_and_the_first_request_is_served(se
     first, other = (servers.prefill, servers.decode) if side == "prefill" else (servers.decode, servers.prefill)
 
     async def work(session: aiohttp.ClientSession) -> None:
-        ids, where = prompt(5, 80), servers.where
+        ids, where = prompt(5, 80), servers.where()
         single = await generate(session, servers.single.base_url, ids)
         served = asyncio.create_task(generate(session, first.base_url, ids, **where))
-        await _wait_until_noted(first, where["bootstrap_room"], "arrived")
+        await wait_until_noted(first, where["bootstrap_room"], "arrived")
         second = await asyncio.wait_for(generate(session, first.base_url, ids, **where), WAIT_S)
         assert second.status == 500
         assert f"room {where['bootstrap_room']} is in use" in second.text
@@ -136,9 +110,9 @@ def test_a_room_used_twice_is_refused_by_name_and_the_first_request_is_served(se
 
 def test_another_prompt_under_a_room_is_refused_and_the_right_one_is_served(servers: Servers) -> None:
     async def work(session: aiohttp.ClientSession) -> None:
-        ids, where = prompt(6, 80), servers.where
+        ids, where = prompt(6, 80), servers.where()
         served = asyncio.create_task(generate(session, servers.prefill.base_url, ids, **where))
-        await _wait_until_noted(servers.prefill, where["bootstrap_room"], "arrived")
+        await wait_until_noted(servers.prefill, where["bootstrap_room"], "arrived")
         wrong = await asyncio.wait_for(generate(session, servers.decode.base_url, prompt(7, 80), **where), WAIT_S)
         assert wrong.status == 500
         assert "prompt" in wrong.text
@@ -175,7 +149,7 @@ def test_a_field_that_is_missing_or_wrong_is_refused(servers: Servers, side: str
     part = servers.prefill if side == "prefill" else servers.decode
 
     async def work(session: aiohttp.ClientSession) -> None:
-        body = {name: value for name, value in {**servers.where, **fields}.items() if value is not None}
+        body = {name: value for name, value in {**servers.where(), **fields}.items() if value is not None}
         answer: Answer = await asyncio.wait_for(generate(session, part.base_url, prompt(2, 20), **body), WAIT_S)
         assert answer.status != 200
         assert named in answer.text
@@ -189,7 +163,7 @@ def test_a_batch_has_a_room_for_each_of_its_prompts(servers: Servers) -> None:
     prompts = [prompt(40 + index, 30 + 20 * index) for index in range(3)]
 
     async def ask(session: aiohttp.ClientSession, url: str, rooms: list[int]) -> list[tuple[int, ...]]:
-        where = servers.where
+        where = servers.where()
         body = {
             "input_ids": [list(each) for each in prompts],
             "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True},
