@@ -27,6 +27,7 @@ from sglang_stand import (
 )
 
 from kvbaton.errors import LocalError
+from kvbaton.launch.fleet import FleetPart
 
 pytestmark = [pytest.mark.sglang_full, pytest.mark.timeout(1800)]
 
@@ -103,60 +104,61 @@ def test_requests_that_decode_retracts_are_answered_as_if_it_had_not(servers: Tr
     servers.check_serves(700)
 
 
-async def _abort(session: aiohttp.ClientSession, servers: Trio, request: str) -> None:
+async def _abort(session: aiohttp.ClientSession, part: FleetPart, room: int) -> None:
     """Through SGLang's own endpoint: it takes seconds to notice a client that has gone."""
-    async with session.post(f"{servers.decode.base_url}/abort_request", json={"rid": request}) as response:
+    async with session.post(f"{part.base_url}/abort_request", json={"rid": _name(part, room)}) as response:
         assert response.status == 200, await response.text()
 
 
-def _ask(session: aiohttp.ClientSession, servers: Trio, room: int, *sides: str) -> list[asyncio.Task[Answer]]:
-    """Requests of one prompt to these sides; that to decode has the room as its name."""
+def _ask(session: aiohttp.ClientSession, servers: Trio, room: int, *parts: FleetPart) -> list[asyncio.Task[Answer]]:
+    """Requests of one prompt to these servers."""
     ids, where = prompt(room, 700), servers.where(room)
-    names = {"prefill": {}, "decode": {"rid": str(room)}}
-    urls = {"prefill": servers.prefill.base_url, "decode": servers.decode.base_url}
-    return [asyncio.create_task(generate(session, urls[side], ids, 200, **where, **names[side])) for side in sides]
+    return [asyncio.create_task(generate(session, part.base_url, ids, 200, rid=_name(part, room), **where)) for part in parts]
+
+
+def _name(part: FleetPart, room: int) -> str:
+    return f"{part.name} {room}"
 
 
 def test_an_abort_at_decode_before_the_prefill_ends_it_when_it_comes(servers: Trio) -> None:
     room = new_room()
 
     async def work(session: aiohttp.ClientSession) -> None:
-        (decoding,) = _ask(session, servers, room, "decode")
+        (decoding,) = _ask(session, servers, room, servers.decode)
         await wait_until_noted(servers.decode, room, "grant sent")
-        await _abort(session, servers, str(room))
+        await _abort(session, servers.decode, room)
         await asyncio.wait_for(decoding, WAIT_S)
         assert await asyncio.to_thread(outcome, servers.decode, room) == "cancelled"
-        (filling,) = _ask(session, servers, room, "prefill")
+        (filling,) = _ask(session, servers, room, servers.prefill)
         answer = await asyncio.wait_for(filling, WAIT_S)
         assert answer.status == 500
         assert "expired" not in answer.text, "it need not wait for its limit"
 
     run(work)
-    assert outcome(servers.prefill, room) == "cancelled"
     servers.check_serves(700)
 
 
-def test_an_abort_at_decode_while_chunks_stream_ends_the_prefill(servers: Trio) -> None:
-    """The prefill is stopped in mid-stream, and goes on when decode has ended the request and has its pages back."""
-
-    def send_prefill(number: int) -> None:
-        os.killpg(servers.grid.fleet.pid("prefill"), number)
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_an_abort_while_chunks_stream_ends_the_request_on_the_other_side(servers: Trio, side: str) -> None:
+    """The other side is stopped in mid-stream, and goes on when this one has ended the request."""
+    parts = (servers.prefill, servers.decode)
+    here, there = parts if side == "prefill" else parts[::-1]
 
     async def work(session: aiohttp.ClientSession) -> None:
         for _ in range(10):
             room = new_room()
-            decoding, filling = _ask(session, servers, room, "decode", "prefill")
+            asked = dict(zip((here.name, there.name), _ask(session, servers, room, here, there), strict=True))
             await wait_until_noted(servers.prefill, room, "computed")
-            send_prefill(signal.SIGSTOP)
+            os.killpg(servers.grid.fleet.pid(there.name), signal.SIGSTOP)
             try:
-                await _abort(session, servers, str(room))
-                await asyncio.wait_for(decoding, WAIT_S)
-                ended = await asyncio.to_thread(outcome, servers.decode, room)
+                await _abort(session, here, room)
+                await asyncio.wait_for(asked[here.name], WAIT_S)
+                ended = await asyncio.to_thread(outcome, here, room)
             finally:
-                send_prefill(signal.SIGCONT)
-            answer = await asyncio.wait_for(filling, WAIT_S)
+                os.killpg(servers.grid.fleet.pid(there.name), signal.SIGCONT)
+            answer = await asyncio.wait_for(asked[there.name], WAIT_S)
             if ended != "delivered":
-                # Else everything had arrived before the prefill stood still.
+                # Else everything had arrived before the other side stood still.
                 break
         assert ended == "cancelled"
         assert answer.status == 500
@@ -170,9 +172,9 @@ def test_an_abort_while_decode_answers_frees_the_pages(servers: Trio) -> None:
     room = new_room()
 
     async def work(session: aiohttp.ClientSession) -> None:
-        decoding, filling = _ask(session, servers, room, "decode", "prefill")
+        decoding, filling = _ask(session, servers, room, servers.decode, servers.prefill)
         await wait_until_noted(servers.decode, room, "first step")
-        await _abort(session, servers, str(room))
+        await _abort(session, servers.decode, room)
         assert (await asyncio.wait_for(filling, WAIT_S)).status == 200
         assert len((await asyncio.wait_for(decoding, WAIT_S)).tokens) < 200, "it was not aborted"
 
