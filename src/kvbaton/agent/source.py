@@ -441,7 +441,7 @@ class SourceSide:
     def expect(self, key: HandoffKey, prompt: str) -> None:
         """The engine will prefill `key`; a grant for the same prompt that came earlier is taken up."""
         if problem := key_problem(key):
-            self._engine(SourceEnded(key, Outcome.FAILED, problem))
+            self._end_at_once(key, Outcome.FAILED, problem)
             return
         self._refused_here.pop(key, None)
         record = self.live.get(key)
@@ -449,7 +449,7 @@ class SourceSide:
             self._end_by(record, SourceEvent.ABORTED, Outcome.FAILED, "the source has another prompt of that transfer id")
             record = None
         if record is None and (reason := self._declined.use_up(key, prompt, self._clock())) is not None:
-            self._engine(SourceEnded(key, Outcome.CANCELLED, reason))
+            self._end_at_once(key, Outcome.CANCELLED, reason)
         elif record is None:
             record = self._new_record(key, SourceState.QUEUED)
             record.prompt = prompt
@@ -460,6 +460,11 @@ class SourceSide:
             self.step(record, SourceEvent.EXPECTED)
         else:
             self._engine(SourceEnded(key, Outcome.FAILED, f"hand-off {key} is live already"))
+
+    def _end_at_once(self, key: HandoffKey, outcome: Outcome, reason: str) -> None:
+        """It is over before there is a record of it; the engine has noted that it arrived, so its timeline needs an end."""
+        self._observe(note(key, Side.SOURCE, Stage.ENDED, self._clock(), outcome=outcome, text=reason))
+        self._engine(SourceEnded(key, outcome, reason))
 
     def spans_ready(self, key: HandoffKey, blocks: BlockLists, spans: tuple[Span, ...]) -> None:
         """The engine has computed spans; they are announced as soon as there is a grant."""

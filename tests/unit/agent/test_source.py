@@ -35,7 +35,7 @@ from kvbaton.core.messages import (
     decode,
     encode,
 )
-from kvbaton.core.timeline import Side
+from kvbaton.core.timeline import Note, Side, Stage
 from kvbaton.errors import IllegalTransition
 
 KEY = key_of("k")
@@ -62,9 +62,12 @@ class Rig:
     post: Post = field(default_factory=Post)
     ranks: ScriptedRanks = field(default_factory=ScriptedRanks)
     events: list[EngineEvent] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.side = SourceSide(self.ranks_count, LIMITS, self.clock, self.post, self.ranks, self.events.append)
+        self.side = SourceSide(
+            self.ranks_count, LIMITS, self.clock, self.post, self.ranks, self.events.append, observe=self.notes.append
+        )
         self.ranks.report = self.side.on_copy  # type: ignore[assignment]
         self.ranks.count = self.ranks_count
 
@@ -654,6 +657,16 @@ def test_a_grant_that_comes_after_its_request_was_cancelled_leaves_no_decline_fo
     rig.expect()
     assert rig.take_events() == []
     assert rig.state() is SourceState.QUEUED
+
+
+def test_the_timeline_of_a_request_whose_target_has_gone_before_it_came_has_an_end(rig: Rig) -> None:
+    rig.side.on_grant(T1, grant())
+    rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED, "the client left", sequence=1))
+    rig.notes.clear()
+    rig.expect()
+    (ended,) = rig.take_events()
+    assert isinstance(ended, SourceEnded)
+    assert [(note.stage, note.outcome, note.text) for note in rig.notes] == [(Stage.ENDED, Outcome.CANCELLED, ended.reason)]
 
 
 def test_another_prompt_under_the_key_of_a_stopped_parked_grant_is_not_ended(rig: Rig) -> None:
