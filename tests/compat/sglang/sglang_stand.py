@@ -210,12 +210,13 @@ class Grid:
 
     def start(self, name: str, role: str, shape: str = "tp1", fleet: Fleet | None = None, **changes: Any) -> FleetPart:
         """Start a server; `changes` are of its options, `settings` of the backend, `arguments` of its command line, `kind`
-        of its model.
+        of its model, `variables` of its environment.
         """
-        settings, arguments, kind = (
+        settings, arguments, kind, variables = (
             _ALLOWED | changes.pop("settings", {}),
             changes.pop("arguments", ()),
             changes.pop("kind", ""),
+            changes.pop("variables", {}),
         )
         options = self._servers.options
         options = replace(options, shape=shape, arguments=(*options.arguments, *arguments), **changes)
@@ -223,6 +224,7 @@ class Grid:
         if kind:
             servers = replace(servers, model=tiny_model(servers.environment, kind))
         part = servers.part(name, role, self.ports)
+        part = replace(part, environment={**part.environment, **variables})
         (fleet or self.fleet).start(part)
         return part
 

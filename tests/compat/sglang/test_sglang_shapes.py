@@ -28,6 +28,9 @@ PAIRS = {
     "equal and unequal": (("tp1", "tp1"), ("tp1", "tp2")),
 }
 """Shapes of prefill and decode. The model `gqa` has two heads: of four ranks, two have the same one."""
+_SHARED = {"KVBATON_TEST_SHARES_HEADS": "1"}
+"""Ranks share heads as on GPUs."""
+_TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 
 async def _different(
@@ -58,7 +61,10 @@ def test_ranks_of_two_instances_may_differ(kind: str, ranks: str) -> None:
     grid, pairs = Grid(kind), PAIRS[ranks]
     with grid.fleet:
         single = grid.start("single", "both")
-        prefills = {shape: grid.start(f"prefill-{shape}", "prefill", shape) for shape in {shape for shape, _ in pairs}}
+        prefills = {
+            shape: grid.start(f"prefill-{shape}", "prefill", shape, variables=_SHARED)
+            for shape in {shape for shape, _ in pairs}
+        }
         expected: list[Answer] = []
 
         async def ask_single(session: aiohttp.ClientSession) -> None:
@@ -69,7 +75,10 @@ def test_ranks_of_two_instances_may_differ(kind: str, ranks: str) -> None:
             with ForkedServers() as fleet:
                 controls = Controls(poison=True, drop_writes=drops)
                 shapes = {shape for _, shape in pairs}
-                decodes = {shape: grid.start(f"decode-{shape}", "decode", shape, fleet, controls=controls) for shape in shapes}
+                decodes = {
+                    shape: grid.start(f"decode-{shape}", "decode", shape, fleet, controls=controls, variables=_SHARED)
+                    for shape in shapes
+                }
                 grid.wait_healthy()
                 fleet.wait_healthy(START_S)
                 if not expected:
@@ -83,6 +92,24 @@ def test_ranks_of_two_instances_may_differ(kind: str, ranks: str) -> None:
             assert [[bool(each) for each in of_pair] for of_pair in found] == [[drops] * len(PROMPTS)] * len(pairs), found
 
 
+def test_ranks_with_heads_that_sglang_has_added_are_refused_by_name() -> None:
+    """On CPUs SGLang adds heads of zeros where there are more ranks than heads; a peer that has none cannot take them."""
+    grid = Grid()
+    with grid.fleet:
+        prefill, decode = grid.start("prefill", "prefill", "tp4"), grid.start("decode", "decode", "tp2")
+        grid.wait_healthy()
+
+        async def work(session: aiohttp.ClientSession) -> None:
+            for answer in await hand_over(session, prefill, decode, PROMPTS[1]):
+                assert answer.status == 500
+                assert "incompatible peer" in answer.text
+                assert "total_heads" in answer.text
+
+        run(work)
+        assert grid.is_alive(prefill)
+        assert grid.is_alive(decode)
+
+
 def test_data_parallel_ranks_of_prefill_hand_over_the_rooms_that_are_theirs() -> None:
     """Two copies of a prefill behind one HTTP port; SGLang sends each request to the one that its room names."""
     grid = Grid()
@@ -90,7 +117,9 @@ def test_data_parallel_ranks_of_prefill_hand_over_the_rooms_that_are_theirs() ->
     copies = ("--dp-size", "2", "--disaggregation-bootstrap-port", str(bootstrap_port))
     with grid.fleet:
         single = grid.start("single", "both")
-        prefill = grid.start("prefill", "prefill", arguments=copies, settings={"handoffs_port": handoffs_port})
+        prefill = grid.start(
+            "prefill", "prefill", arguments=copies, settings={"handoffs_port": handoffs_port}, variables=_TWO_RANKS
+        )
         decode = grid.start("decode", "decode", settings={"prefill_dp_size": 2})
         grid.wait_healthy()
 

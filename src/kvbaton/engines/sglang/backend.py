@@ -90,7 +90,7 @@ class KVBatonManager(BaseKVManager):
         facts = PoolFacts(
             page_tokens=args.page_size,
             first_layer=int(queue.pool.start_layer or 0),
-            total_heads=model_config.get_total_num_kv_heads(),
+            total_heads=_loaded_config(queue.scheduler).get_total_num_kv_heads(),
             tp_size=parallel.attn_tp_size,
             tp_rank=parallel.attn_tp_rank,
             window=int(getattr(queue.scheduler, "sliding_window_size", None) or 0),
@@ -328,6 +328,19 @@ def _request(room: object) -> tuple[Sequence[int], str, str]:
     except ConfigError as error:
         return (), "", str(error)
     return request.origin_input_ids, str(request.rid), ""
+
+
+def _loaded_config(scheduler: Any) -> Any:
+    """The configuration that the model was loaded with. Raises ConfigError where it cannot be found.
+
+    On CPUs SGLang adds heads until the ranks can divide them. The scheduler's own configuration does not have them.
+    """
+    try:
+        return scheduler.tp_worker.model_runner.model_config
+    except AttributeError as error:
+        raise ConfigError(
+            f"how many heads the model was loaded with is not known ({error}); this release of SGLang has another structure"
+        ) from error
 
 
 def _data_parallel(role: str, arguments: Any, parallel: Any) -> tuple[int, int]:

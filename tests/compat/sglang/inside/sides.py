@@ -61,7 +61,8 @@ class Side:
             get_total_num_kv_heads=lambda: 2,
             num_hidden_layers=LAYERS,
         )
-        scheduler = SimpleNamespace(model_config=config, sliding_window_size=changes.pop("window", None))
+        worker = SimpleNamespace(model_runner=SimpleNamespace(model_config=config))
+        scheduler = SimpleNamespace(model_config=config, tp_worker=worker, sliding_window_size=changes.pop("window", None))
         self.draft = changes.pop("draft", None)
         hooks._queue = hooks.Queue(pool, self.metadata, scheduler, self.draft)
         args = KVArgs()
