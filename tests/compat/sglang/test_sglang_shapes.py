@@ -30,7 +30,6 @@ PAIRS = {
 """Shapes of prefill and decode. The model `gqa` has two heads: of four ranks, two have the same one."""
 _SHARED = {"KVBATON_TEST_SHARES_HEADS": "1"}
 """Ranks share heads as on GPUs."""
-_TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 
 async def _different(
@@ -114,12 +113,10 @@ def test_data_parallel_ranks_of_prefill_hand_over_the_rooms_that_are_theirs() ->
     """Two copies of a prefill behind one HTTP port; SGLang sends each request to the one that its room names."""
     grid = Grid()
     bootstrap_port, handoffs_port = grid.ports.pick(2), grid.ports.pick(2)
-    copies = ("--dp-size", "2", "--disaggregation-bootstrap-port", str(bootstrap_port))
+    listens = ("--disaggregation-bootstrap-port", str(bootstrap_port))
     with grid.fleet:
         single = grid.start("single", "both")
-        prefill = grid.start(
-            "prefill", "prefill", arguments=copies, settings={"handoffs_port": handoffs_port}, variables=_TWO_RANKS
-        )
+        prefill = grid.start("prefill", "prefill", "dp2", arguments=listens, settings={"handoffs_port": handoffs_port})
         decode = grid.start("decode", "decode", settings={"prefill_dp_size": 2})
         grid.wait_healthy()
 

@@ -79,16 +79,19 @@ class SglangServers(PreparedEngine):
         arguments = serve_arguments(str(self.model), _HOST, port, role, backend, bootstrap_port)
         arguments += ["--served-model-name", options.served_name or options.model, "--dtype", options.cache_dtype]
         arguments += [*_ON_CPUS, "--page-size", str(_PAGE_TOKENS), "--max-total-tokens", str(cache_tokens)]
-        arguments += ["--context-length", str(MAX_MODEL_TOKENS), "--nccl-port", str(ports.pick())]
+        arguments += ["--context-length", str(MAX_MODEL_TOKENS)]
         arguments += ["--chunked-prefill-size", str(options.step_tokens or _CHUNK_TOKENS)]
         arguments += [*_DECODE] if role == "decode" else []
-        variables = {**self.environment.variables(), **core_share(options.sharing * shape.tp * shape.pp)}
+        ranks = shape.dp * shape.tp * shape.pp
+        variables = {**self.environment.variables(), **core_share(options.sharing * ranks)}
+        # Copies of an instance would all take the port that is given; SGLang finds one for each.
+        arguments += ["--dp-size", str(shape.dp)] if shape.dp > 1 else ["--nccl-port", str(ports.pick())]
         if shape.tp > 1:
             arguments += ["--tp-size", str(shape.tp)]
         if shape.pp > 1:
             arguments += ["--pp-size", str(shape.pp)]
-        if shape.tp * shape.pp > 1:
-            variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(shape.tp * shape.pp)))
+        if ranks > 1:
+            variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
         variables |= options.tls_variables()
         arguments += ssl_arguments(options.tls_dir)
         url = f"{options.scheme}://{_HOST}:{port}"
