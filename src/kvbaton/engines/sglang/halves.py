@@ -108,7 +108,7 @@ class HalfSettings:
     announces: bool = True
     """Whether a source announces each chunk when it is computed, and not the whole cache at its end."""
     follows: bool = False
-    """Whether the events come from the leader: they may be ahead of what SGLang has asked of this rank."""
+    """Whether another rank decides, on rooms too; its events may be ahead of what SGLang has asked of this one."""
     prefill_dp_size: int = 1
     """How many data-parallel ranks prefill instances have; rank n listens n ports above the bootstrap port."""
 

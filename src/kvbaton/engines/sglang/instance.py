@@ -204,7 +204,8 @@ class RankInstance:
 
 def replica_halves(pool: CachePool) -> Halves:
     """The halves of a rank whose cache is the same as that of another rank, which hands it over."""
-    settings = HalfSettings(pool.page_tokens, (pool.first_layer, pool.end_layer), pool.tables, announces=False)
+    layers = (pool.first_layer, pool.end_layer)
+    settings = HalfSettings(pool.page_tokens, layers, pool.tables, announces=False, follows=True)
     nothing = Aux(token_id=0, logprob=0.0)
     return Halves(ReplicaPort(), settings, lambda _: nothing, lambda *_: None)
 

@@ -6,11 +6,13 @@ import time
 
 import numpy as np
 import pytest
-from sglang_instances import Instance, Request, instances, wait_for, wait_until_over
+from sglang_instances import HEADS, ArrayPool, Instance, Request, instances, wait_for, wait_until_over
 
 from kvbaton.core.handoff import Mode
 from kvbaton.core.topology import Shape
 from kvbaton.engines.sglang.halves import Poll, SourceHalf
+from kvbaton.engines.sglang.instance import replica_halves
+from kvbaton.engines.sglang.pool import PoolFacts, read_pool
 from kvbaton.errors import LocalError
 from kvbaton.launch.ports import PortPicker
 
@@ -215,6 +217,15 @@ def test_whether_a_room_is_in_use_is_decided_once_for_all_ranks(tp: int, pp: int
         first.each("abort")
         wait_until_over(first)
         assert hand_over(prefill, decode).poll() is Poll.SUCCESS
+
+
+def test_a_room_may_be_used_again_at_once_on_a_rank_that_has_a_copy_of_the_cache() -> None:
+    halves = replica_halves(read_pool(ArrayPool(HEADS), PoolFacts(4, 0, HEADS)))
+    first = SourceHalf(halves, ROOM, PROMPT, request="first")
+    first.fail("another rank of this instance failed")
+    second = SourceHalf(halves, ROOM, PROMPT, request="second")
+    assert second.poll() is Poll.WAITING
+    assert list(halves.live.values()) == [second]
 
 
 def test_a_request_that_the_leaders_agents_refuse_is_left_on_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
