@@ -156,7 +156,11 @@ class Halves:
     def refused(self, half: _Half) -> None:
         """A request that the agents were never asked about: it ends on the other ranks too."""
         if self._followers is not None and half.room:
-            self._followers.refused(half.key, half.request, half.side, half.reason)
+            try:
+                self._followers.refused(half.key, half.request, half.side, half.reason)
+            except KVBatonError:
+                # SGLang makes halves where an exception would end its scheduler; it ends a server that has lost a rank itself.
+                log.exception("hand-off %s: other ranks were not notified that it is refused", half.key)
 
     def _take(self, event: EngineEvent) -> None:
         half = self.live.get(event.key)
