@@ -46,7 +46,7 @@ from kvbaton.sim.agent_thread import AgentThread, SimDriver
 from kvbaton.sim.engine import SourceEngine, TargetEngine
 from kvbaton.sim.memory import RankMemory, SimBlockPool, make_layout
 from kvbaton.sim.network import Network
-from kvbaton.sim.rank_processes import RankProcess, channel_on, socket_pair
+from kvbaton.sim.rank_processes import RankProcess, SimSocket, channel_on, socket_pair
 from kvbaton.sim.reactions import Reactions
 from kvbaton.sim.records import alarm_problems, count_problems
 from kvbaton.sim.strays import asked_early, may_come_from_others, other_prompt, stray_of
@@ -227,6 +227,7 @@ class SimInstance:
         self.dropped_total: Counter[str] = Counter()
         self._reports: deque[RankReport] = deque()
         self.loops: list[RankProcess] = []
+        self._sockets: list[SimSocket] = []
         self.thread: AgentThread | None = None
         self.frames: deque[tuple[Envelope, ControlAddress | None]] = deque()
         """What has arrived, and the driver has yet to read."""
@@ -640,6 +641,11 @@ class SimInstance:
         if not ends or ends[-1] not in self.cluster.released:
             self.cluster.world.violate("released by its target", f"{self.process.name}: {event.key} of {ends[-1:]}")
 
+    def close(self) -> None:
+        """The run is over: give the descriptors of its sockets back."""
+        for end in self._sockets:
+            end.release()
+
     def crash(self) -> None:
         """Die at once: nothing of this process happens any more."""
         for process in (self.process, *self.rank_processes):
@@ -657,6 +663,7 @@ class SimInstance:
             end, far_end = socket_pair(world, self.process, process, self.cluster.rank_lag_s)
             end.on_arrival = self._on_report_frame
             ends.append(end)
+            self._sockets += (end, far_end)
             self.loops.append(RankProcess(world, far_end, agent, queue, self.fail))
         channels = [channel_on(end, process.name) for end, process in zip(ends, self.rank_processes, strict=True)]
         self.remote = self.cluster.bugs.remote_ranks(channels, "sim", self.agents[0].executor, self._lose_rank)

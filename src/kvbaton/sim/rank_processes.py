@@ -39,7 +39,8 @@ class SimSocket:
         self._is_over = False
         self._arrives_at = 0.0
         self._ready = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._ready)
+        self.release = weakref.finalize(self, os.close, self._ready)
+        """Gives the descriptor back, once: when the run is over, or nothing refers to this any more."""
         self.on_arrival: Callable[[], None] = lambda: None
 
     def connect(self, other: SimSocket) -> None:

@@ -188,7 +188,11 @@ class Run:
         if self.is_probed:
             self.world.at(self._quiet_at() + _PROBE_AFTER_S, None, self._probe)
         self.world.on_event.append(self._after_event)
-        self.world.run(self._quiet_at() + _SETTLE_S, _MAX_EVENTS)
+        try:
+            self.world.run(self._quiet_at() + _SETTLE_S, _MAX_EVENTS)
+        finally:
+            for instance in self.all_instances:
+                instance.close()
         if not self.world.violations:
             self._check_end()
             self._check_healed()
