@@ -144,26 +144,32 @@ class RegionMemory:
 class _SumJob:
     """Spans that are to be summed together: every leg of the first one, then every leg of the next one, and so on."""
 
-    def __init__(self, copy: CopyId, spans: tuple[int, ...], legs: tuple[int, ...], sums: Sequence[Sequence[Pieces]]) -> None:
+    def __init__(self, copy: CopyId, spans: tuple[int, ...], legs: tuple[int, ...], pieces: Pieces, counts: list[int]) -> None:
         self.copy = copy
         self.spans = spans
         self.legs = legs
-        parts = [part for each in sums for part in each]
-        self.pieces: Pieces = np.concatenate(parts) if parts else np.empty((0, 2), np.int64)
-        self.ends = list(itertools.accumulate(sum(map(len, each)) for each in sums))
+        self.pieces = pieces
+        self.ends = list(itertools.accumulate(counts))
         """The number of the first piece behind each sum."""
-        self._bytes_up_to: npt.NDArray[np.int64] = np.cumsum(self.pieces[:, 1])
+        self._left = int(pieces[:, 1].sum())
+        self._bytes_up_to: npt.NDArray[np.int64] | None = None
+        """Of all pieces up to each; needed only where they are too many for one turn."""
         self.done = self.value = 0
         self.sums: list[int] = []
         self.reported = 0
 
     def end_within(self, budget: int) -> tuple[int, int]:
         """The end of the pieces that come next, of about `budget` bytes, one at least; and their bytes."""
+        if self._left <= budget:
+            left, self._left = self._left, 0
+            return len(self.pieces), left
+        if self._bytes_up_to is None:
+            self._bytes_up_to = np.cumsum(self.pieces[:, 1])
         before = int(self._bytes_up_to[self.done - 1]) if self.done else 0
-        end = len(self.pieces)
-        if end and int(self._bytes_up_to[-1]) - before > budget:
-            end = max(self.done + 1, int(np.searchsorted(self._bytes_up_to, before + budget, side="right")))
-        return end, (int(self._bytes_up_to[end - 1]) if end else 0) - before
+        end = max(self.done + 1, int(np.searchsorted(self._bytes_up_to, before + budget, side="right")))
+        count = int(self._bytes_up_to[end - 1]) - before
+        self._left -= count
+        return end, count
 
     def sum_up_to(self, end: int, memory: Memory) -> None:
         """Sum the pieces before `end`; a sum that is cut there is continued with the next call."""
@@ -205,20 +211,57 @@ class Summer:
     def add(self, order: rank_orders.SumSpans, legs: Mapping[int, PiecePlanner] | None = None) -> None:
         """Put spans on the list, leg by leg, or as one; what cannot be summed is reported at once."""
         of = {self._rank: self._whole} if legs is None else legs
-        planned: list[Sequence[Pieces]] = []
+        planned: list[Pieces] = []
+        counts: list[int] = []
         numbers: list[int] = []
-        for span in order.spans:
+        for row in _rows(order.spans):
+            if (together := self._plan_row(order, row, of)) is not None:
+                planned.append(together[0])
+                counts += together[1]
+                numbers += [span.number for span in row]
+            else:
+                self._plan_each(order, row, of, planned, counts, numbers)
+        if numbers:
+            pieces = np.concatenate(planned) if planned else np.empty((0, 2), np.int64)
+            job = _SumJob(order.copy, tuple(numbers), tuple(of), pieces, counts)
+            self._jobs.setdefault((order.side, order.copy.key), deque()).append(job)
+
+    def _plan_row(
+        self, order: rank_orders.SumSpans, row: tuple[Span, ...], legs: Mapping[int, PiecePlanner]
+    ) -> tuple[Pieces, list[int]] | None:
+        """The pieces of a chunk's layers, and how many each span has; None where they have to be planned one by one.
+
+        With several legs their sums take turns, span by span. What is refused is named for each span, by planning each.
+        """
+        if len(legs) != 1 or self._memory is None:
+            return None
+        (planner,) = legs.values()
+        key, cached_tokens = order.copy.key, order.cached_tokens
+        try:
+            return planner.plan_row(order.blocks, key, row, cached_tokens, order.integrity, order.total_tokens)
+        except KVBatonError:
+            return None
+
+    def _plan_each(
+        self,
+        order: rank_orders.SumSpans,
+        spans: tuple[Span, ...],
+        legs: Mapping[int, PiecePlanner],
+        planned: list[Pieces],
+        counts: list[int],
+        numbers: list[int],
+    ) -> None:
+        for span in spans:
             try:
                 if self._memory is None:
                     raise ConfigError("this rank was given no memory to sum; switch checksums off or give it one")
-                planned += [_plan_sum(planner, order, span) for planner in of.values()]
+                parts = [_plan_sum(planner, order, span) for planner in legs.values()]
             except KVBatonError as error:
                 self.refuse(order, span, str(error))
             else:
+                planned += [piece for part in parts for piece in part]
+                counts += [sum(map(len, part)) for part in parts]
                 numbers.append(span.number)
-        if numbers:
-            job = _SumJob(order.copy, tuple(numbers), tuple(of), planned)
-            self._jobs.setdefault((order.side, order.copy.key), deque()).append(job)
 
     def refuse(self, order: rank_orders.SumSpans, span: Span, reason: str) -> None:
         """Report that a span is not summed, and why."""

@@ -10,6 +10,7 @@ plane, from the key, the span and the layer; nothing has to be agreed on the wir
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -116,6 +117,67 @@ class PiecePlanner:
                 parts += rows.pieces(each.planes, pick)
         return parts
 
+    def plan_row(
+        self,
+        blocks: BlockLists,
+        key: HandoffKey,
+        spans: Sequence[Span],
+        cached_tokens: int,
+        integrity: Integrity,
+        total_tokens: int | None = None,
+    ) -> tuple[Pieces, list[int]] | None:
+        """What `plan` makes of each of these spans, as one array, and how many pieces each has; None where it takes `plan`.
+
+        The spans have the same tokens, and layers that follow each other: a chunk, as an engine reports it. In nearly all
+        caches its layers differ in one offset only, so that all of it is one sum of two arrays. Raises RangeError as `plan`.
+        """
+        even = self._even
+        if even is None or integrity is Integrity.OFF or len(blocks) != len(self._groups):
+            return None
+        first_layer, end_layer = spans[0].first_layer - even.first, spans[-1].end_layer - even.first
+        if not 0 <= first_layer < end_layer - 1 < len(even.shifts):
+            # A layer that does not exist, or one alone, of which `plan` is quicker.
+            return None
+        if any(span.first_layer >= span.end_layer for span in spans):
+            # A peer may announce anything; such a span has nothing to sum, and is refused when all of them are in.
+            return None
+        first, end = max(spans[0].first_token, cached_tokens), spans[0].end_token
+        rows = self._rows[even.group].of(blocks[even.group], first, end, end if total_tokens is None else total_tokens)
+        if rows is None or not rows.is_even:
+            return None
+        shifts = even.shifts[first_layer:end_layer]
+        if integrity is Integrity.FULL:
+            pieces = rows.pieces_of_layers(even.strides, shifts)
+            count = len(pieces) // len(shifts)
+            return pieces, [count * (span.end_layer - span.first_layer) for span in spans]
+        seed = self._crc_of(key)
+        picks = [
+            zlib.crc32(f" {span.number} {layer}".encode(), seed)
+            for span in spans
+            for layer in range(span.first_layer, span.end_layer)
+        ]
+        pieces, per_layer = rows.sample_of_layers(even.strides, shifts, picks)
+        counts = iter(per_layer)
+        return pieces, [sum(itertools.islice(counts, span.end_layer - span.first_layer)) for span in spans]
+
+    @functools.cached_property
+    def _even(self) -> _EvenLayers | None:
+        """All layers as one array of offsets, where they have that in common; else None."""
+        numbers, layers = list(self._layers), [each for some in self._layers.values() for each in some]
+        planes = [plane for each in layers for plane in each.planes]
+        shifts = [plane.shift for plane in planes if plane.shift is not None]
+        is_even = (
+            len(layers) == len(numbers) > 0
+            and numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+            and len({each.group for each in layers}) == 1
+            and len({len(each.planes) for each in layers}) == 1
+            and len(shifts) == len(planes)
+            and len({plane.strides for plane in planes}) == 1
+        )
+        if not is_even:
+            return None
+        return _EvenLayers(numbers[0], layers[0].group, planes[0].strides, np.array(shifts).reshape(len(layers), -1, 1, 2))
+
     def _crc_of(self, key: HandoffKey) -> int:
         if key is not self._seeded[0]:
             self._seeded = key, zlib.crc32(str(key).encode())
@@ -146,6 +208,16 @@ class _Layer:
     layer: int
     group: int
     planes: tuple[_PlanePart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _EvenLayers:
+    """Layers of one group that follow each other and differ in where they start only: `shifts` by layer and plane."""
+
+    first: int
+    group: int
+    strides: tuple[int, int, int]
+    shifts: Pieces
 
 
 def _planes(group: Group, number: int, index: int, layer: int, part: LegPart | None) -> tuple[_PlanePart, ...]:
@@ -191,6 +263,11 @@ class _ChunkRows:
         check_list("own", group, ids, end_token, total)
         if group.tokens.size > 1 or self._other.tokens.size > 1:
             return _SplitRows(group, self._other, ids, (first, end, total))
+        if group.block_tokens == group.page_tokens == PIECE_TOKENS:
+            chosen = ids[first // PIECE_TOKENS : -(-end // PIECE_TOKENS)]
+            # What is wrong with a list is found out and named below.
+            if min(chosen) >= 0 and max(chosen) < group.blocks and len(set(chosen)) == len(chosen):
+                return _PieceRows(chosen, first, end)
         return _token_rows(group, ids, first, end)
 
 
@@ -207,6 +284,32 @@ class _TokenRows:
         self._candidates = candidates
         self._firsts = firsts
         self._wholes: dict[tuple[int, int, int], Pieces] = {}
+
+    @property
+    def is_even(self) -> bool:
+        """Whether a piece that may be sampled is one row, so that layers can be planned together."""
+        return self._firsts is None
+
+    def pieces_of_layers(self, strides: tuple[int, int, int], shifts: Pieces) -> Pieces:
+        """The pieces of every plane of several layers."""
+        return (self._whole(strides) + shifts).reshape(-1, 2)
+
+    def sample_of_layers(
+        self, strides: tuple[int, int, int], shifts: Pieces, picks: Sequence[int]
+    ) -> tuple[Pieces, Sequence[int]]:
+        """Those of a sample, for which each layer has a pick, and how many there are in each layer."""
+        planes, count = shifts.shape[1], self._candidates
+        if not count:
+            pieces = self.pieces_of_layers(strides, shifts)
+            return pieces, [len(pieces) // len(picks)] * len(picks)
+        every, whole = min(ONE_IN, count), self._whole(strides)
+        chosen = [range(pick % every, count, ONE_IN) for pick in picks]
+        per_layer = [len(each) * planes for each in chosen]
+        if min(per_layer) == max(per_layer):
+            return (whole[[list(each) for each in chosen]][:, None] + shifts).reshape(-1, 2), per_layer
+        rows = [row for each in chosen for row in (*each,) * planes]
+        counts = [len(each) for each in chosen for _ in range(planes)]
+        return whole[rows] + np.repeat(shifts.reshape(-1, 2), counts, axis=0), per_layer
 
     def pieces(self, planes: Sequence[_PlanePart], pick: int | None) -> list[Pieces]:
         """The pieces of each plane of a layer; with a `pick`, those of a sample that it chooses."""
@@ -234,12 +337,48 @@ class _TokenRows:
         return whole
 
 
+class _PieceRows(_TokenRows):
+    """Blocks of `PIECE_TOKENS` tokens: each is one row, and one piece to sample. Only the first and the last can be cut."""
+
+    def __init__(self, ids: tuple[int, ...], first: int, end: int) -> None:
+        self._ids = ids
+        self._cut_at_start, self._cut_at_end = first % PIECE_TOKENS, -end % PIECE_TOKENS
+        self._candidates = len(ids)
+        self._firsts = None
+        self._wholes = {}
+
+    @functools.cached_property
+    def _counts(self) -> Numbers:  # type: ignore[override]
+        counts = np.full(len(self._ids), PIECE_TOKENS, np.int64)
+        counts[0] -= self._cut_at_start
+        counts[-1] -= self._cut_at_end
+        return counts
+
+    def _whole(self, strides: tuple[int, int, int]) -> Pieces:
+        whole = self._wholes.get(strides)
+        if whole is None:
+            block, _, token = strides
+            whole = self._wholes[strides] = np.empty((len(self._ids), 2), np.int64)
+            whole[:, 0] = self._ids
+            whole[:, 0] *= block
+            whole[:, 1] = PIECE_TOKENS * token
+            if self._cut_at_start:
+                whole[0] += (self._cut_at_start * token, -self._cut_at_start * token)
+            if self._cut_at_end:
+                whole[-1, 1] -= self._cut_at_end * token
+        return whole
+
+
 class _SplitRows(_TokenRows):
     """Context parallelism: what the other end does not hold is moved by another leg, and must not be in this sum."""
 
     def __init__(self, group: Group, other: Group, ids: tuple[int, ...], tokens: tuple[int, int, int]) -> None:
         self._group, self._other, self._ids = group, other, ids
         self._first, self._end, self._total = tokens
+
+    @property
+    def is_even(self) -> bool:
+        return False
 
     def pieces(self, planes: Sequence[_PlanePart], pick: int | None) -> list[Pieces]:
         first, end = self._first, self._end

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from itertools import permutations
+from itertools import pairwise, permutations
 
 import msgspec
 import numpy as np
@@ -13,7 +13,7 @@ from caches import compact_group, element_offset, layout_of, plan_pieces, reshap
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbaton.core.checks import ONE_IN, PIECE_TOKENS, sums_problem
+from kvbaton.core.checks import ONE_IN, PIECE_TOKENS, PiecePlanner, sums_problem
 from kvbaton.core.handoff import HandoffKey, Integrity, Span, TransferId
 from kvbaton.core.layout import Group, Layout
 from kvbaton.errors import RangeError
@@ -113,6 +113,49 @@ def test_a_sample_is_one_in_sixteen_pieces_and_at_least_one_per_layer_and_plane(
     assert seen >= planes * (low - 1) * PIECE_TOKENS
     for layer in range(LAYERS):
         assert covered(layout, blocks, Span(0, 0, tokens, layer, layer + 1), 0, Integrity.SAMPLED) > 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    data=st.data(),
+    order=st.sampled_from(ORDERS),
+    size=st.sampled_from([8, PIECE_TOKENS, 24, 32]),
+    integrity=st.sampled_from([Integrity.SAMPLED, Integrity.FULL]),
+    tokens=st.integers(1, 400),
+)
+def test_layers_that_are_planned_together_have_the_pieces_of_each(
+    data: st.DataObject, order: tuple[int, ...], size: int, integrity: Integrity, tokens: int
+) -> None:
+    count = -(-tokens // size)
+    layout = layout_of(shape(order, count + 3, size))
+    ids = data.draw(st.permutations(range(count + 3)))[:count]
+    first, cached = data.draw(st.integers(0, tokens - 1)), data.draw(st.integers(0, tokens))
+    cuts = data.draw(st.sampled_from([(0, 1, 2, 3), (0, 3), (1, 3), (0, 2, 3)]))
+    spans = [Span(7 + index, first, tokens, *layers) for index, layers in enumerate(pairwise(cuts))]
+    planner, blocks = PiecePlanner(layout), (tuple(ids),)
+    row = planner.plan_row(blocks, KEY, spans, cached, integrity, tokens)
+    each = [plan_pieces(layout, blocks, KEY, span, cached, integrity, tokens) for span in spans]
+    # Where it is not taken, spans are planned one by one: with blocks of 16 tokens that lie together, it always is.
+    is_plain = size == PIECE_TOKENS and order.index(4) == 4 and order.index(3) == 3 and max(first, cached) < tokens
+    assert row is not None or not is_plain
+    if row is not None:
+        assert row[0].tolist() == np.concatenate(each).tolist()
+        assert row[1] == [len(pieces) for pieces in each]
+
+
+@pytest.mark.parametrize("wrong", [(1, 1), (0, 9), (0, -1), (0,)])
+def test_layers_that_are_planned_together_refuse_the_same_blocks(wrong: tuple[int, ...]) -> None:
+    layout = layout_of(shape((0, 1, 2, 3, 4), 4, PIECE_TOKENS))
+    spans = [Span(layer, 0, 2 * PIECE_TOKENS, layer, layer + 1) for layer in range(LAYERS)]
+    planner = PiecePlanner(layout)
+    assert planner.plan_row(((2, 0),), KEY, spans, 0, Integrity.FULL) is not None
+    with pytest.raises(RangeError):
+        planner.plan_row((wrong,), KEY, spans, 0, Integrity.FULL)
+    with pytest.raises(RangeError):
+        planner.plan((wrong,), KEY, spans[0], 0, Integrity.FULL)
+    for layers in ([(0, 1 << 40)], [(0, 2), (2, 1), (1, 3)], [(2, 0), (0, 3)]):
+        odd = [Span(number, 0, 32, *each) for number, each in enumerate(layers)]
+        assert planner.plan_row(((2, 0),), KEY, odd, 0, Integrity.SAMPLED) is None
 
 
 def test_which_pieces_are_sampled_depends_on_key_span_and_layer() -> None:
