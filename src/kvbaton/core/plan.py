@@ -112,37 +112,46 @@ def _few_runs(
     pair: GroupPair, source_list: tuple[int, ...], target_list: tuple[int, ...], first: int, end: int
 ) -> tuple[Numbers, ...] | None:
     """The runs of a few blocks, block by block; None where there are many, or where anything is out of the ordinary."""
-    size = pair.source.block_tokens
-    blocks = range(first // size, -(-end // size)) if size else range(0)
-    if not 0 < len(blocks) <= _FEW_BLOCKS or not pair.is_page_by_page:
+    if not pair.is_page_by_page:
         return None
-    sources, targets = source_list[blocks.start : blocks.stop], target_list[blocks.start : blocks.stop]
+    size = pair.source.block_tokens
+    low, high = first // size, -(-end // size)
+    count = high - low
+    if not 0 < count <= _FEW_BLOCKS:
+        return None
+    sources, targets = source_list[low:high], target_list[low:high]
     for group, ids in ((pair.source, sources), (pair.target, targets)):
         # What is wrong with a list is found out and named where long lists are checked.
-        if len(set(ids)) < len(blocks) or min(ids) < 0 or max(ids) >= group.blocks:
+        if len(set(ids)) < count or min(ids) < 0 or max(ids) >= group.blocks:
             return None
-    tokens = [(max(first, block * size) - block * size, min(end, (block + 1) * size) - block * size) for block in blocks]
-    return tuple(_join_few(piece, sources, targets, tokens) for piece in pair.pieces)
+    # In the order of target memory: a page is one range of bytes, so that pages lie there as their blocks are numbered.
+    pages = sorted(zip(targets, sources, range(low, high), strict=True))
+    return tuple(_join_few(piece, pages, (first, end), size) for piece in pair.pieces)
 
 
-def _join_few(piece: Piece, sources: tuple[int, ...], targets: tuple[int, ...], tokens: Sequence[tuple[int, int]]) -> Numbers:
+def _join_few(piece: Piece, pages: Sequence[tuple[int, int, int]], tokens: tuple[int, int], size: int) -> Numbers:
+    """The runs of pages (target block, source block, number in the sequence), of which the first and the last may be cut."""
     source_offset, target_offset, token_bytes = piece.runs[0].tolist()
-    source, target = piece.source, piece.target
-    runs = sorted(
-        (
-            target_block * target.block_stride + low * target.token_stride + target_offset,
-            source_block * source.block_stride + low * source.token_stride + source_offset,
-            (high - low) * token_bytes,
-        )
-        for source_block, target_block, (low, high) in zip(sources, targets, tokens, strict=True)
-    )
-    joined: list[list[int]] = []
-    for at, of, count in runs:
-        if joined and (joined[-1][0] + joined[-1][2], joined[-1][1] + joined[-1][2]) == (of, at):
-            joined[-1][2] += count
+    source_stride, target_stride = piece.source.block_stride, piece.target.block_stride
+    first, end = tokens
+    source_end = target_end = -1
+    joined: list[int] = []
+    for target, source, number in pages:
+        of, at, count = source * source_stride + source_offset, target * target_stride + target_offset, size * token_bytes
+        if number * size < first:
+            cut = first - number * size
+            of += cut * piece.source.token_stride
+            at += cut * piece.target.token_stride
+            count -= cut * token_bytes
+        if (number + 1) * size > end:
+            count -= ((number + 1) * size - end) * token_bytes
+        if of == source_end and at == target_end:
+            joined[-1] += count
         else:
-            joined.append([of, at, count])
-    return np.array(joined, np.int64)
+            joined += (of, at, count)
+        source_end, target_end = of + count, at + count
+    # From one flat list: NumPy takes more than twice as long for a list of rows.
+    return np.array(joined, np.int64).reshape(-1, 3)
 
 
 def _nothing(pair: GroupPair) -> tuple[Numbers, ...]:

@@ -155,5 +155,7 @@ def test_many_runs_are_left_to_the_mover() -> None:
     assert RunCopier(source, target, crew).move_few(runs, 4096) == 0
     assert not target.any()
     assert RunCopier(source, target, crew).move_few(runs[::2], 4096) == 2048
+    runs.flags.writeable = False
+    assert RunCopier(source, target, crew).move_few(runs[:512], 4096) == 2048
     assert RunCopier(source, target).move_few(runs[:1], 4096) == 0
     crew.close()
