@@ -99,8 +99,8 @@ class SimTransport:
         self.refuse_until = 0.0
         self.refused_since: dict[CopyId, float] = {}
         """Copies of which a batch was refused, since when, and none was taken."""
-        self._refused_at: dict[PeerRank, float] = {}
-        """When each peer's queue last took nothing, and nothing has completed since."""
+        self._refused_at: dict[CopyId, float] = {}
+        """When nothing was last taken of each copy, and nothing has completed since."""
         self.stall_until = 0.0
         fabric.ranks[me] = self
 
@@ -149,7 +149,7 @@ class SimTransport:
             is_aux = len(batch.runs) > 0 and batch.runs[0][1] >= len(self.memory.cells)
             if self.context is not None and not is_aux:
                 self.refused_since.setdefault(self.context, self._fabric.world.now)
-                self._check_wait(batch.peer)
+                self._check_wait(self.context)
             raise QueueFull("queue full: refused by the simulation; post again")
         self.refused_since.clear()
         self._last_ticket += 1
@@ -170,12 +170,15 @@ class SimTransport:
         self._schedule(posted)
         return ticket
 
-    def _check_wait(self, peer: PeerRank) -> None:
-        """What was refused is not offered again before something may have changed: a completion, or time."""
+    def _check_wait(self, copy: CopyId) -> None:
+        """What was refused is not offered again before something may have changed: a completion, a peer that is gone, or time.
+
+        Another copy may be offered at once: the first one may have been given up.
+        """
         now = self._fabric.world.now
-        if (before := self._refused_at.get(peer)) is not None and now - before < _OFFER_AGAIN_S:
+        if (before := self._refused_at.get(copy)) is not None and now - before < _OFFER_AGAIN_S:
             self._fabric.world.find("no needless message", f"{self._where}: offered again after {now - before:.6f} s")
-        self._refused_at[peer] = now
+        self._refused_at[copy] = now
 
     def poll(self) -> list[Completion]:
         done, self._done = self._done, []
