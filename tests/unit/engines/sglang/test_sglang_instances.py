@@ -18,6 +18,8 @@ from kvbaton.launch.ports import PortPicker
 
 TOKENS = 14
 PROMPT = tuple(range(TOKENS))
+ABORTED = PROMPT[::-1]
+"""The prompt of a request that is aborted: a notice of that may come late, and is about the requests of this prompt."""
 ROOM = 4711
 
 
@@ -167,7 +169,7 @@ def test_what_a_later_stage_has_allocated_for_an_aborted_request_is_not_that_of_
     ports = PortPicker()
     prefill, decode = Instance("prefill", ports), Instance("decode", ports, pp=2, poison=True)
     with instances(prefill, decode):
-        aborted = Request(decode, ROOM, PROMPT, prefill.address)
+        aborted = Request(decode, ROOM, ABORTED, prefill.address)
         aborted.each("ready")
         aborted.halves[0].allocated([5, 6, 7, 8], 2, 0)
         aborted.halves[0].abort()
@@ -185,7 +187,7 @@ def test_a_room_may_be_used_again_while_another_rank_has_not_taken_the_end_of_it
     prefill, decode = Instance("prefill", ports, tp, pp=pp), Instance("decode", ports, tp, pp=pp, poison=True)
     with instances(prefill, decode):
         for _ in range(3):
-            source, target = Request(prefill, ROOM, PROMPT), Request(decode, ROOM, PROMPT, prefill.address)
+            source, target = Request(prefill, ROOM, ABORTED), Request(decode, ROOM, ABORTED, prefill.address)
             source.each("abort")
             target.each("abort")
             for half in (source.halves[0], target.halves[0]):
