@@ -20,6 +20,7 @@ _RECORD_BYTES = 16 << 10
 _MOVED_BYTES = 2 << 30
 _PIECE_BYTES = 1 << 20
 _GB = 1e9
+_WAIT_S = 60.0
 
 
 def cipher_s_per_gb(name: str, *more: str) -> float:
@@ -40,7 +41,9 @@ def socket_s_per_gb() -> tuple[float, float]:
             while sock.recv_into(room):
                 pass
         os._exit(0)
+    listener.settimeout(_WAIT_S)
     sock, _ = listener.accept()
+    sock.settimeout(_WAIT_S)
     data = memoryview(bytearray(os.urandom(_PIECE_BYTES)))
     before, sent = _spent_s(resource.getrusage(resource.RUSAGE_SELF)), 0
     while sent < _MOVED_BYTES:

@@ -96,7 +96,7 @@ class _ThreadPort:
 
 
 class AgentThread:
-    """One driver and its turns. `make` builds the driver; `on_turn` is called after each turn."""
+    """One driver and its turns: `on_turn` is called after each, `step` when the engine has noticed that it was woken."""
 
     def __init__(
         self,

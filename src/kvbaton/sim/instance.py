@@ -41,8 +41,7 @@ from kvbaton.core.messages import (
     encode,
 )
 from kvbaton.errors import ProtocolError
-from kvbaton.sim.agent_thread import FRAMES_PER_TURN as _FRAMES_PER_TURN
-from kvbaton.sim.agent_thread import AgentThread, SimDriver
+from kvbaton.sim.agent_thread import FRAMES_PER_TURN, AgentThread, SimDriver
 from kvbaton.sim.engine import SourceEngine, TargetEngine
 from kvbaton.sim.memory import RankMemory, SimBlockPool, make_layout
 from kvbaton.sim.network import Network
@@ -135,7 +134,7 @@ class _SimControl:
     def receive(self) -> Iterator[tuple[Envelope, ControlAddress | None]]:
         """Read what has arrived, so many frames at a time; the rest wakes the driver again."""
         instance = self._instance
-        for _ in range(min(len(instance.frames), _FRAMES_PER_TURN)):
+        for _ in range(min(len(instance.frames), FRAMES_PER_TURN)):
             yield instance.frames.popleft()
         if instance.frames and instance.thread is not None:
             instance.thread.wake()
