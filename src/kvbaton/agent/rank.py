@@ -24,6 +24,7 @@ from kvbaton.agent.rank_orders import CopyId
 from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.card import Card, Endpoint
 from kvbaton.core.checks import LegPart, PiecePlanner, Pieces
+from kvbaton.core.fused import split_fused
 from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Incarnation, Span
 from kvbaton.core.layout import Layout
 from kvbaton.core.legs import Leg, assign_legs
@@ -336,7 +337,9 @@ def find_routes(own: Layout, instance: Sequence[Layout], rank: int, card: Card, 
 
     First ranks always have a session with each other: aux records travel there. With `keep`, less is moved than there is.
     """
-    theirs = [each.layout for each in card.ranks]
+    given = [each.layout for each in card.ranks]
+    theirs = split_fused(given, instance)
+    instance, (own,) = split_fused(instance, given), split_fused([own], given)
     peers = [PeerRank(card.incarnation, each.rank) for each in card.ranks]
 
     def route(leg: Leg, other: int, pair: Pair) -> Route:

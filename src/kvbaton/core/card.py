@@ -13,6 +13,7 @@ from typing import Protocol
 import msgspec
 
 from kvbaton.core.aux_area import AuxArea
+from kvbaton.core.fused import split_fused
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.layout import Layout
 from kvbaton.core.legs import Legs, assign_legs
@@ -160,6 +161,7 @@ def _check_layouts(source: str, sources: tuple[Layout, ...], target: str, target
     here, there = _instance_problem(target, targets), _instance_problem(source, sources)
     if here or there:
         raise Incompatible("what the ranks hold", here or "whole", there or "whole")
+    sources, targets = split_fused(sources, targets), split_fused(targets, sources)
     legs = assign_legs(sources, targets)
     for leg in legs.legs:
         pair_layouts(sources[leg.source], targets[leg.target], leg.share)

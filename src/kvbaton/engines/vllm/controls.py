@@ -36,7 +36,7 @@ def share_filter(drop: str, caches: InstanceCaches) -> Callable[[Share], Share] 
         if share.group not in has:
             return share
         if drop == "heads":
-            total = groups[share.group].planes[share.plane].total_heads
+            total = groups[share.group].planes[0].total_heads  # the same in keys and values, which a peer may have apart
             return replace(share, heads=common_heads(share.heads, (HeadRange(0, total - 1),)))
         return replace(share, layers=share.layers - {max(held)}) if drop == "layers" else None
 

@@ -14,11 +14,13 @@ from kvbaton.agent.engine_port import Allocation, Granted, Landed, Offer, Source
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Aux, HandoffKey, Mode, room_transfer_id
 from kvbaton.core.layout import HeadRange, Layout
-from kvbaton.core.tensors import LayerTensor, tensor_group
+from kvbaton.core.topology import Shape
 from kvbaton.engines.embedded.cache import PagedCache
 from kvbaton.engines.embedded.config import ModelConfig
 from kvbaton.engines.instance import AgentSettings, ModelIdentity, new_incarnation, open_driver
 from kvbaton.engines.sglang.halves import Poll, prompt_digest
+from kvbaton.engines.vllm.device import HostDevice
+from kvbaton.engines.vllm.tensors import CacheTensor, LayerSpec, RegisteredCache, instance_caches
 from kvbaton.launch.ports import PortPicker
 from kvbaton.transport.base import Region
 
@@ -116,6 +118,12 @@ def test_sglang_to_embedded() -> None:
         driver.close()
 
 
+class _AsOnGpus(HostDevice):
+    """Main memory whose blocks are in the order of their tensor."""
+
+    reorders_blocks = False
+
+
 class _VllmCache:
     """A cache as vLLM registers it: (blocks, heads, tokens, channels), keys and values in the channels of a head.
 
@@ -131,25 +139,13 @@ class _VllmCache:
         self.region = Region.of(self.memory.reshape(-1).view(np.uint8))
 
     def layout(self) -> Layout:
-        layers = [
-            LayerTensor(layer * self.data.strides[0], self.data.shape[1:], self.data.strides[1:], "float32", 4)
-            for layer in range(LAYERS)
-        ]
-        heads = (HeadRange(0, HEADS),)
-        axes = ("block", "head", "token", "channel" if self.reorders else "plane*channel")
-        planes = ("kv",) if self.reorders else ("k", "v")
-        group = tensor_group(
-            "full",
-            range(LAYERS),
-            layers,
-            axes,
-            heads=heads,
-            total_heads=HEADS,
-            planes=planes,
-            sizes={"channel": CHANNELS},
-            whole_blocks=self.reorders,
-        )
-        return Layout(self.memory.nbytes, (group,))
+        """What the connector makes of tensors that vLLM registers."""
+        shape, strides = self.data.shape[1:], self.data.strides[1:]
+        addresses = [self.data[layer].ctypes.data for layer in range(LAYERS)]
+        tensors = [CacheTensor(f"layers.{layer}.attn", at, shape, strides, "float32", 4) for layer, at in enumerate(addresses)]
+        specs = {each.layer: LayerSpec(8, (HeadRange(0, HEADS),), HEADS) for each in tensors}
+        registered = RegisteredCache(tensors, specs, HostDevice() if self.reorders else _AsOnGpus())
+        return instance_caches(Shape(), [registered.caches]).layouts[0]
 
     def of(self, layer: int, plane: int) -> npt.NDArray[np.float32]:
         """The keys or values of blocks 5 and 9, as (tokens, heads, channels)."""
