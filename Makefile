@@ -15,6 +15,8 @@ MOVERS = LD_LIBRARY_PATH=$$(ls -d $(abspath $(VENV))-movers/system/lib/* $(abspa
 QUICK = "not e2e and not sim and not vllm and not vllm_full and not vllm_shapes and not sglang and not sglang_full and not compat \
 	and not matrix and not ray"
 BESIDE = tests/sim tests/unit/agent tests/unit/core tests/unit/wire tests/unit/discovery tests/unit/transport
+MOVED_HOSTS = tests/contract/test_transport_hosts.py -k "nixl or mooncake" --timeout 300
+MOVED = tests/contract tests/compat/transports --ignore tests/contract/test_transport_hosts.py --sample -k "nixl or mooncake" --timeout 300
 BENCH ?= engine handoff serve
 
 # The files that have tests with a marker: collecting all tests takes 15 seconds, and each suite would pay that again. With ARGS
@@ -130,10 +132,19 @@ $(VENV)-movers/.installed: $(VENV)/.installed-dev
 test-mori: $(VENV)/.installed-dev
 	$(BIN)/pytest tests/contract/test_exchange_contract.py tests/contract/test_exchange_gpu.py tests/compat/mori -rs --timeout 900 $(ARGS)
 
+# Two lanes, as in `test`: routers beside the libraries that move bytes. With ARGS: one after the other.
 test-compat: $(VENV)/.installed-dev $(VENV)-movers/.installed
+ifeq ($(strip $(ARGS)),)
+	@mkdir -p build; $(BIN)/pytest -m compat $(call marked,compat) -rs --timeout 600 > build/compat-beside.log 2>&1 & beside=$$!; \
+	trap 'kill $$beside 2>/dev/null' INT TERM; \
+	$(MOVERS)/python -m pytest $(MOVED_HOSTS); hosts=$$?; \
+	$(MOVERS)/python -m pytest $(MOVED); rest=$$?; \
+	wait $$beside; beside=$$?; echo "== beside it: routers"; tail -n 60 build/compat-beside.log; exit $$((hosts + rest + beside))
+else
 	$(BIN)/pytest -m compat $(call marked,compat) -rs --timeout 600 $(ARGS)
-	$(MOVERS)/python -m pytest tests/contract/test_transport_hosts.py -k "nixl or mooncake" --timeout 300 $(ARGS)
-	$(MOVERS)/python -m pytest tests/contract tests/compat/transports --ignore tests/contract/test_transport_hosts.py --sample -k "nixl or mooncake" --timeout 300 $(ARGS)
+	$(MOVERS)/python -m pytest $(MOVED_HOSTS) $(ARGS)
+	$(MOVERS)/python -m pytest $(MOVED) $(ARGS)
+endif
 	@for each in nixl._api mooncake.engine; do $(MOVERS)/python -c "import $$each" >/dev/null 2>&1 || \
 		echo "== NOT TESTED: $$each cannot be imported here, so its tests were skipped"; done
 
