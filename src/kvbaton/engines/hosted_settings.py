@@ -36,6 +36,7 @@ class HostedSettings(msgspec.Struct, frozen=True, kw_only=True):
     cluster_key_file: file that holds the key that all instances share
     tls_dir:          directory with ca.crt, tls.crt and tls.key: every connection is encrypted, and the engine serves HTTPS
     allow:            addresses, networks or names that peers may have
+    fingerprint:      stands for the model, where instances of different engines serve the same one; empty: computed
     poison:           fill blocks with a pattern before they are handed over, so that a missing byte shows
     unfenced_writes:  in push, let sources write into targets, over nixl, mooncake or mori; nothing can take that right back
     """
@@ -55,6 +56,7 @@ class HostedSettings(msgspec.Struct, frozen=True, kw_only=True):
     cluster_key_file: str | None = None
     tls_dir: str | None = None
     allow: tuple[str, ...] = ()
+    fingerprint: str = ""
     poison: bool = False
     unfenced_writes: bool = False
 

@@ -43,7 +43,6 @@ class SglangSettings(HostedSettings, frozen=True, kw_only=True, forbid_unknown_f
     control_port:     where a decode instance listens, 0: any free port; a prefill instance takes SGLang's bootstrap port
     drop_writes:      move no bytes; the control of `kvbaton verify`
     prefill_dp_size:  how many data-parallel ranks the prefill instances have that a decode instance is paired with
-    fingerprint:      stands for the model, where instances of different engines serve the same one; empty: computed
 
     The limits are those of `kvbaton.config.Limits`.
     """
@@ -55,7 +54,6 @@ class SglangSettings(HostedSettings, frozen=True, kw_only=True, forbid_unknown_f
     limits: dict[str, float] = msgspec.field(default_factory=dict)
     drop_writes: bool = False
     prefill_dp_size: int = 1
-    fingerprint: str = ""
 
     def of_dp_rank(self, size: int, rank: int) -> SglangSettings:
         """The settings of one of `size` data-parallel ranks: with ports of its own. Raises ConfigError."""

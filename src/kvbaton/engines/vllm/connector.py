@@ -126,7 +126,7 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
         specs = layer_specs(self._kv_cache_config, _facts(self._vllm_config, exchange))
         device = device_of(kv_caches.values(), (platform.machine(), torch.backends.cpu.get_cpu_capability()))
         cache = RegisteredCache(read_tensors(kv_caches), specs, device)
-        model = _model(self._vllm_config, device)
+        model = _model(self._vllm_config, device, self._settings.fingerprint)
         instance = self.instance_class(self._settings, cache, model, self._serving_role, exchange, self._dp)
         self._layer_index = instance.caches.numbers
         self._instance = instance
@@ -394,11 +394,13 @@ def _is_channel_first() -> bool:
     return bool(is_conv_state_dim_first())
 
 
-def _model(vllm_config: Any, device: EngineDevice) -> ModelIdentity:
-    """The fingerprint covers what decides the meaning of a cache: architecture, weights, dtypes, kind of device."""
+def _model(vllm_config: Any, device: EngineDevice, given: str) -> ModelIdentity:
+    """Its fingerprint is `given`, or covers what decides the meaning of a cache: architecture, weights, dtypes, device."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     names = model.served_model_name
     name = names if isinstance(names, str) else (names[0] if names else model.model)
+    if given:
+        return ModelIdentity(str(name), given)
     others = [str(model.dtype), str(cache.cache_dtype), str(model.quantization), str(getattr(model, "revision", "") or "")]
     others += device.kinds
     others.append(json.dumps(getattr(model, "hf_overrides", None) or {}, sort_keys=True, default=repr))
