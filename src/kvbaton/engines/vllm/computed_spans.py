@@ -105,13 +105,14 @@ class ComputedSpans:
         self._numbers: dict[HandoffKey, int] = {}
 
     def begin(self, step: int, chunks: Iterable[ComputedChunk]) -> None:
-        """A step begins here; layers of it that other ranks have reported already may be complete only when we report them."""
+        """A step begins here: announce the layers of it that all of their ranks have reported already."""
         with self._lock:
             self._begun = max(self._begun, step)
             known = self._steps.pop(step, None) or _SpanStep()
             known.chunks = {chunk.key: chunk for chunk in chunks}
             if known.chunks:
                 self._steps[step] = known
+                self._announce(step, known, self._reported_by_all(known, known.reports), known.chunks)
 
     def computed(self, step: int, layers: Iterable[int]) -> None:
         """One rank has computed these layers of a step: announce those that it was the last one for."""
@@ -123,9 +124,8 @@ class ComputedSpans:
                 known = self._steps[step] = _SpanStep()
             layers = tuple(layers)
             known.reports.update(layers)
-            # No layer becomes complete by `begin`: a rank of the first stage reports its own layers after that, and later
-            # stages begin a step after the first one.
-            self._announce(step, known, [each for each in layers if known.reports[each] == self._holders[each]], known.chunks)
+            if known.chunks:  # else it has not begun here
+                self._announce(step, known, self._reported_by_all(known, layers), known.chunks)
 
     def complete(self, key: HandoffKey) -> None:
         """vLLM has the output of every rank, so all of this hand-off is computed, whatever reports are still on their way."""
@@ -145,6 +145,9 @@ class ComputedSpans:
             for step, known in list(self._steps.items()):
                 self._drop(step, known, key)
             return self._numbers.pop(key, None) is not None
+
+    def _reported_by_all(self, known: _SpanStep, layers: Iterable[int]) -> list[int]:
+        return [each for each in layers if known.reports[each] == self._holders[each]]
 
     def _drop(self, step: int, known: _SpanStep, key: HandoffKey) -> None:
         if known.chunks.pop(key, None) is not None and not known.chunks:

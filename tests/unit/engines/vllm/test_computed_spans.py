@@ -46,6 +46,17 @@ def test_a_rank_may_be_ahead_of_the_first_one() -> None:
     assert rig.announced() == [Span(0, 0, 8, 0, 2)]
 
 
+def test_layers_that_all_of_their_ranks_have_reported_before_the_first_one_begins_are_announced_then() -> None:
+    rig = Rig()
+    for _ in range(2):
+        rig.spans.computed(1, [2, 3])
+    assert not rig.announced()
+    rig.spans.begin(1, [FIRST])
+    assert rig.announced() == [Span(0, 0, 8, 2, 4)]
+    rig.spans.complete(KEY)
+    assert rig.announced()[1:] == [Span(1, 0, 8, 0, 2)]
+
+
 ORDERS = [
     (1, [0, 1]),
     (1, [0, 1]),
