@@ -12,6 +12,8 @@ import math
 import os
 import socket
 import stat
+import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +22,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.core.addresses import is_host
-from kvbaton.core.auth import MIN_KEY_BYTES
+from kvbaton.core.auth import MIN_KEY_BYTES, ClusterKey, keys_of
 from kvbaton.core.handoff import AuxChannel, Integrity, Mode
 from kvbaton.errors import ConfigError
 
@@ -31,11 +33,12 @@ __all__ = [
     "HTTP_KEY_HEADER",
     "AllowList",
     "HandoffSettings",
+    "HttpTokens",
+    "KeyFile",
     "Limits",
     "TLS_DIR_VARIABLE",
     "OnFailure",
     "Trust",
-    "carries_token",
     "http_token",
     "is_loopback",
     "nearest_known",
@@ -58,6 +61,8 @@ CLIENT_HEADER = "x-kvbaton-client"
 """The HTTP header in which a router with the cluster key names the client of a request: instances give each its turns."""
 
 _MAX_KEY_BYTES = 4096
+_MOST_KEYS = 8
+_LOOK_S = 1.0
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -195,9 +200,17 @@ class Trust:
     With the certificates of `tls_dir`, every connection is encrypted, and both ends show one (`wire/tls.py`).
     """
 
-    key: bytes | None = field(default=None, repr=False)
+    key: ClusterKey | None = field(default=None, repr=False)
     allowed: AllowList | None = None
     tls_dir: Path | None = None
+
+    def cluster_key_loads_total(self) -> int:
+        """How many changes of the file with the cluster keys were taken."""
+        return self.key.loads_total() if isinstance(self.key, KeyFile) else 0
+
+    def failed_cluster_key_loads_total(self) -> int:
+        """How many changes of the file with the cluster keys were not taken."""
+        return self.key.failed_loads_total() if isinstance(self.key, KeyFile) else 0
 
     def dial_refusal(self, host: str) -> str | None:
         """Why `host` must not be dialled; None when it may be."""
@@ -228,10 +241,30 @@ def http_token(key: bytes) -> str:
     return hmac.new(key, b"kvbaton http", hashlib.sha256).hexdigest()
 
 
-def carries_token(token: str, header: str, authorization: str) -> bool:
-    """Whether the values of these two headers (HTTP_KEY_HEADER, Authorization) hold the token of a cluster key."""
-    sent = (header, authorization.removeprefix("Bearer "))
-    return any(hmac.compare_digest(each.encode("utf-8", "surrogateescape"), token.encode()) for each in sent)
+class HttpTokens:
+    """The tokens of the cluster keys as they are now; none, and false, without a key. Safe to use from any thread."""
+
+    __slots__ = ("_key", "_made")
+
+    def __init__(self, key: ClusterKey | None) -> None:
+        self._key = key
+        self._made: tuple[tuple[bytes, ...], tuple[str, ...]] = ((), ())
+
+    def __bool__(self) -> bool:
+        return self._key is not None
+
+    def current(self) -> tuple[str, ...]:
+        """The tokens; the first is the one to send."""
+        keys = () if self._key is None else keys_of(self._key)
+        made = self._made
+        if made[0] != keys:
+            made = self._made = keys, tuple(map(http_token, keys))
+        return made[1]
+
+    def are_carried(self, header: str, authorization: str) -> bool:
+        """Whether the values of these two headers (HTTP_KEY_HEADER, Authorization) hold one of the tokens."""
+        sent = [each.encode("utf-8", "surrogateescape") for each in (header, authorization.removeprefix("Bearer "))]
+        return any(hmac.compare_digest(each, token.encode()) for token in self.current() for each in sent)
 
 
 def _resolve(name: str) -> set[str]:
@@ -246,15 +279,15 @@ def parse_trust(
     tls_dir: Path | None = None,
     resolve: Callable[[str], Iterable[str]] = _resolve,
 ) -> Trust:
-    """Read the cluster key, from the file if one is named, else from the environment, and the allow-list.
+    """Read the cluster key, from the file if one is named, else from the environment, and the allow-list. A file is followed.
 
     The directory of the certificates comes from the environment as well, where none is named.
 
     Raises ConfigError that names the setting and never shows the key.
     """
-    key = None
+    key: ClusterKey | None = None
     if key_file is not None:
-        key = _read_key(key_file)
+        key = KeyFile(key_file, warns=True)
     elif environment is not None and CLUSTER_KEY_VARIABLE in environment:
         key = _checked_key(os.fsencode(environment[CLUSTER_KEY_VARIABLE]), CLUSTER_KEY_VARIABLE)
     networks: list[_Network] = []
@@ -271,17 +304,93 @@ def parse_trust(
     return Trust(key, AllowList(tuple(networks), frozenset(names)) if networks else None, tls_dir)
 
 
-def _read_key(path: Path) -> bytes:
+class KeyFile:
+    """The cluster keys of a file, one per line: the first signs, all open. Raises ConfigError for what cannot be used.
+
+    The file is followed: `current` looks at it, at most once a second. What cannot be used then changes nothing, is counted
+    and logged. Safe to use from any thread.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic, *, warns: bool = False) -> None:
+        self.path = path.absolute()
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._stamp = _stamp(path)
+        self._keys = _read_keys(path, warns=warns)
+        # A pipe can be read once: there is nothing to follow.
+        self._is_followed = self._stamp is not None
+        self._look_at = clock() + _LOOK_S
+        self._loads_total = self._failed_loads_total = 0
+
+    def __repr__(self) -> str:
+        return f"KeyFile({self.path})"
+
+    def current(self) -> tuple[bytes, ...]:
+        """The keys as they are now; the same object, as long as nothing changes."""
+        # Without the lock: a caller that comes a moment too early takes what was valid a moment ago.
+        if self._clock() < self._look_at:
+            return self._keys
+        with self._lock:
+            now = self._clock()
+            if now >= self._look_at:
+                self._look_at = now + _LOOK_S
+                self._follow()
+            return self._keys
+
+    def loads_total(self) -> int:
+        """How many changes of the file were taken."""
+        self.current()
+        return self._loads_total
+
+    def failed_loads_total(self) -> int:
+        """How many changes of the file were not taken."""
+        self.current()
+        return self._failed_loads_total
+
+    def _follow(self) -> None:
+        stamp = _stamp(self.path)
+        if stamp == self._stamp or not self._is_followed:
+            return
+        self._stamp = stamp
+        try:
+            if stamp is None:
+                raise ConfigError(f"--cluster-key-file {str(self.path)!r} is gone, or no file any more")
+            keys = _read_keys(self.path, warns=False)
+        except ConfigError as error:
+            self._failed_loads_total += 1
+            log.error("the cluster keys stay as they were: %s", error)
+            return
+        log.info("the cluster keys of %s were read again: there are %d now, of which the first signs", self.path, len(keys))
+        self._loads_total += 1
+        self._keys = keys
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """What changes with a file; None where there is none. Secrets of Kubernetes are links that are moved: the target counts."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return (found.st_mtime_ns, found.st_size, found.st_ino) if stat.S_ISREG(found.st_mode) else None
+
+
+def _read_keys(path: Path, *, warns: bool) -> tuple[bytes, ...]:
     setting = f"--cluster-key-file {str(path)!r}"
+    most_bytes = _MOST_KEYS * (_MAX_KEY_BYTES + 1)
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
-            content = file.read(_MAX_KEY_BYTES + 1)
+            content = file.read(most_bytes + 1)
     except OSError as error:
         raise ConfigError(f"{setting}: {error.strerror}; name a file that holds the cluster key") from error
-    if stat.S_ISREG(mode) and mode & 0o077:
+    if warns and stat.S_ISREG(mode) and mode & 0o077:
         log.warning("%s can be read by others (mode %03o); run chmod 600 on it", setting, stat.S_IMODE(mode))
-    return _checked_key(content, setting)
+    lines = [line for line in content.splitlines() if line.strip()] or [b""]
+    if len(lines) == 1:
+        return (_checked_key(lines[0], setting),)
+    if len(lines) > _MOST_KEYS or len(content) > most_bytes:
+        raise ConfigError(f"{setting} holds more than {_MOST_KEYS} cluster keys, one per line; delete those that are old")
+    return tuple(_checked_key(line, f"{setting}, line {number},") for number, line in enumerate(lines, 1))
 
 
 def _checked_key(content: bytes, setting: str) -> bytes:

@@ -74,7 +74,7 @@ class TestBothRolesAndShutdown:
             target.wait_idle()
 
     def test_a_target_that_is_stopped_notifies_its_sources(self) -> None:
-        with Served("both") as target, Intruder(TRUST.key) as source, Node(trust=TRUST) as like:
+        with Served("both") as target, Intruder(CLUSTER_KEY.encode()) as source, Node(trust=TRUST) as like:
             source.listen()
             params = {"do_remote_prefill": True, "transfer_id": "in flight"}
             address = {"remote_host": "127.0.0.1", "remote_port": source.address.handshake}

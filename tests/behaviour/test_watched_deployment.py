@@ -164,6 +164,7 @@ kvbaton_quarantined_blocks 3
 vllm:kvbaton_checksum_mismatches_total{engine="0"} 1
 kvbaton_agent_errors_total 1
 kvbaton_router_failed_certificate_loads_total 1
+kvbaton_failed_cluster_key_loads_total 1
 kvbaton_router_instances{mode="push",type="prefill"} 0
 kvbaton_router_instances{mode="push",type="decode"} 1
 """

@@ -182,6 +182,7 @@ class Stand:
     lines: list[str] = field(default_factory=list)
     cluster_key: str = field(default_factory=new_cluster_key)
     router_arguments: tuple[str, ...] = ()
+    transport: str = "local"
 
     def __post_init__(self) -> None:
         self.router_port, self.discovery_port = self.ports.pick(), self.ports.pick()
@@ -213,7 +214,7 @@ class Stand:
         `program` is run instead of kvbaton, with the same arguments.
         """
         key = cluster_key or self.cluster_key
-        side = EmbeddedServers(EngineOptions(model, "local", 2, handoff, arguments=extra, cluster_key=key))
+        side = EmbeddedServers(EngineOptions(model, self.transport, 2, handoff, arguments=extra, cluster_key=key))
         part = side.part(name, role, self.ports, [f"127.0.0.1:{self.discovery_port}"])
         if program is not None:
             part = replace(part, command=[sys.executable, str(program), *part.command[len(kvbaton_command()) :]])

@@ -1,9 +1,12 @@
-"""Instances that do not share a cluster key, and clients that name addresses: what is refused, and with which error."""
+"""Instances that do not share a cluster key, clients that name addresses: what is refused, and how; keys that are replaced."""
 
 from __future__ import annotations
 
 import os
+import re
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -91,3 +94,90 @@ def test_up_gives_its_router_and_instances_a_key_that_no_command_line_shows(tmp_
 def _environment(pid: int) -> dict[str, str]:
     pairs = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
     return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+
+
+def test_the_key_is_replaced_in_three_steps_under_load_and_no_request_is_lost(tmp_path: Path) -> None:
+    """Every part has a file of its own, so that parts are one step apart while requests go on."""
+    old, new = new_cluster_key(), new_cluster_key()
+    files = {name: tmp_path / name for name in ("router", "prefill", "decode", "late")}
+    for path in files.values():
+        _write(path, old)
+    options = {name: ("--cluster-key-file", str(path)) for name, path in files.items()}
+    with Stand(router_arguments=options["router"], transport="tcp") as stand:
+        ports = {role: stand.start(role, role, "tiny", *options[role]) for role in ("prefill", "decode")}
+        ports["router"] = stand.router_port
+        stand.wait_for("live", 2)
+        with _asking(stand.client) as answered:
+            for number, keys in enumerate(((old, new), (new, old), (new,)), 1):
+                for name, port in ports.items():
+                    _write(files[name], *keys)
+                    wait_until(partial(_has_loaded, port, number), f"{name} has taken step {number}", 60)
+                    before = len(answered)
+                    wait_until(lambda before=before: len(answered) > before + 5, "requests go on", 60)  # type: ignore[misc]
+            _write(files["decode"], "short")
+            wait_until(
+                lambda: _counted(ports["decode"], "failed_cluster_key_loads") == 1, "a file without a key is counted", 60
+            )
+        assert {*answered} == {(200, True)}, "all were answered, and handed over"
+        for role in ("prefill", "decode"):
+            assert Client(ports[role], old).get("/handoffs").status == 401
+            assert Client(ports[role], new).get("/handoffs").status == 200
+        # The control: with the key that was removed, an instance is no member, and both sides log why.
+        stand.start("late", "decode", "tiny", *options["late"])
+        for side in ("router", "late"):
+            wait_until(partial(_has_logged, stand, side, "wrong key: the seal does not fit"), f"{side} logs the reason", 60)
+        stand.wait_for("live", 2)
+        # One that starts now reads the new key, and opens every connection anew.
+        stand.kill("decode")
+        _write(files["decode"], new)
+        stand.start("decode again", "decode", "tiny", *options["decode"])
+        wait_until(lambda: stand.client.complete().status == 200, "a new process is a member", 60)
+        assert not [line for line in stand.lines if old in line or new in line or "Traceback" in line]
+
+
+@contextmanager
+def _asking(client: Client) -> Iterator[list[tuple[int, bool]]]:
+    """Clients that ask without a pause; how each request was answered: its status, and whether it was handed over."""
+    answered: list[tuple[int, bool]] = []
+    stop = threading.Event()
+
+    def ask() -> None:
+        while not stop.is_set():
+            try:
+                reply = client.complete(max_tokens=2)
+            except OSError:
+                answered.append((0, False))
+            else:
+                answered.append((reply.status, reply.status == 200 and reply.document["kvbaton"]["handed_off"] is True))
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield answered
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(120)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def _write(path: Path, *keys: str) -> None:
+    fresh = path.with_suffix(".new")
+    fresh.write_text("\n".join(keys) + "\n")
+    fresh.chmod(0o600)
+    fresh.replace(path)
+
+
+def _counted(port: int, name: str) -> int:
+    page = Client(port).get("/metrics").content.decode()
+    (found,) = re.findall(rf"^kvbaton_(?:router_)?{name}_total (\S+)$", page, re.MULTILINE)
+    return int(float(found))
+
+
+def _has_loaded(port: int, count: int) -> bool:
+    return _counted(port, "cluster_key_loads") == count
+
+
+def _has_logged(stand: Stand, part: str, text: str) -> bool:
+    return any(line.startswith(f"{part} |") and text in line for line in stand.lines)

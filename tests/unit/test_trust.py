@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.config import CLUSTER_KEY_VARIABLE, Trust, parse_trust
+from kvbaton.config import CLUSTER_KEY_VARIABLE, KeyFile, Trust, parse_trust
 from kvbaton.errors import ConfigError
 
 KEY = "a key of thirty-two characters.."
@@ -113,7 +113,9 @@ def key_file(directory: Path, content: str, mode: int = 0o600) -> Path:
 
 def test_the_key_of_the_file_is_stripped_and_comes_before_that_of_the_environment(tmp_path: Path) -> None:
     path = key_file(tmp_path, f"\n {KEY}\n")
-    assert parse_trust(path, {CLUSTER_KEY_VARIABLE: "another key, long enough"}).key == KEY.encode()
+    found = parse_trust(path, {CLUSTER_KEY_VARIABLE: "another key, long enough"}).key
+    assert isinstance(found, KeyFile)
+    assert found.current() == (KEY.encode(),)
     assert parse_trust(None, {CLUSTER_KEY_VARIABLE: f"{KEY}\n"}).key == KEY.encode()
     assert parse_trust(None, {}).key is None
 

@@ -173,6 +173,8 @@ class Driver(HandoffPort):
             peers=coordinator.peers,
             handshakes_total=coordinator.handshakes_total,
             failed_certificate_loads_total=self._sockets.failed_certificate_loads_total(),
+            cluster_key_loads_total=self._sockets.trust.cluster_key_loads_total(),
+            failed_cluster_key_loads_total=self._sockets.trust.failed_cluster_key_loads_total(),
         )
 
     def _dropped_total(self) -> Counter[str]:

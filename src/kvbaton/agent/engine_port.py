@@ -228,3 +228,7 @@ class AgentStats:
     """Cards that were checked and taken, each incarnation of a peer once."""
     failed_certificate_loads_total: int = 0
     """Changes of the certificate files that were not taken, because the files do not fit or have expired."""
+    cluster_key_loads_total: int = 0
+    """Changes of the file with the cluster keys that were taken."""
+    failed_cluster_key_loads_total: int = 0
+    """Changes of the file with the cluster keys that were not taken, because it holds no keys."""

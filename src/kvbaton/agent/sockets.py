@@ -122,16 +122,16 @@ class ControlSockets:
         self, me: Incarnation, host: str, port: int, trust: Trust | None = None, limits: DoorLimits | None = None
     ) -> None:
         self._me = me
-        self._trust = trust or Trust()
-        self._trust.check_bind(host)
+        self.trust = trust or Trust()
+        self.trust.check_bind(host)
         self.address = ControlAddress.of(host, port)
         bound = _bind(host, port)
-        self._tls = cluster_tls(self._trust.tls_dir)
+        self._tls = cluster_tls(self.trust.tls_dir)
         self._limits = limits or DoorLimits(frame_bytes=MAX_FRAME_BYTES, unknown_frame_bytes=MAX_FRAME_BYTES)
         self._door = Door(
             self._limits,
             self._on_end,
-            key=self._trust.key,
+            key=self.trust.key,
             tls=self._tls,
             on_open=self._on_open,
             refusal=self._refusal,
@@ -152,7 +152,7 @@ class ControlSockets:
 
     def dial(self, address: ControlAddress, message: Message) -> None:
         """Send to the peer that answers at `address`; connects first if need be. Where that is forbidden, see `refusals`."""
-        refusal = self._trust.dial_refusal(address.host)
+        refusal = self.trust.dial_refusal(address.host)
         if refusal is None and ":" not in address.host and not _HOST_NAME.fullmatch(address.host):
             refusal = f"{address} cannot be dialled: Invalid argument"
         if refusal is not None:
@@ -373,7 +373,7 @@ class ControlSockets:
 
     def _refusal(self, host: str) -> str:
         """Why a peer at this IP address is not let in."""
-        return "" if self._trust.accepts_from(host) else f"{host} is not on the allow-list here"
+        return "" if self.trust.accepts_from(host) else f"{host} is not on the allow-list here"
 
     def _refuse(self, address: ControlAddress, reason: str) -> None:
         if len(self._refusals) < _MAX_DIALLED:

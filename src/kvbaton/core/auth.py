@@ -7,6 +7,9 @@ same one the count does. A frame that is changed, left out, repeated, moved or s
 A `Seal` covers one message alone, whatever carries it: registrations travel over sockets of libzmq, which reconnects unseen.
 Their freshness comes from a nonce and a count inside the message (`discovery/messages.py`).
 
+The key may change while processes run (`KeySource`): the first of several signs, and all open. Where two ends have lists in
+a different order, the one that proves itself first decides: the other looks for the key among its own.
+
 Every use of the key has a name of its own under which it is derived, so that what was made for one use opens no other.
 Nothing here hides what is sent.
 """
@@ -16,6 +19,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import hmac
+from typing import Protocol
 
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.errors import ConfigError, ProtocolError
@@ -27,9 +31,12 @@ __all__ = [
     "SEAL_BYTES",
     "TAG_BYTES",
     "AddressProof",
+    "ClusterKey",
+    "KeySource",
     "RoomProof",
     "Seal",
     "Session",
+    "keys_of",
 ]
 
 MIN_KEY_BYTES = 16
@@ -53,6 +60,22 @@ SEAL_BYTES = len(_MARK) + _DIGEST_BYTES
 """By how much a sealed message is longer than the message."""
 
 
+class KeySource(Protocol):
+    """A cluster key that may change while processes run."""
+
+    def current(self) -> tuple[bytes, ...]:
+        """The keys as they are now, at least one: the first signs, all open. The same object, as long as nothing changes."""
+
+
+ClusterKey = bytes | KeySource
+"""One key for good, or those of a source."""
+
+
+def keys_of(key: ClusterKey) -> tuple[bytes, ...]:
+    """The keys as they are now: the first signs, all open."""
+    return (key,) if isinstance(key, bytes) else key.current()
+
+
 class _Use(enum.Enum):
     """What a key is derived for; at most 16 bytes."""
 
@@ -66,27 +89,32 @@ class _Use(enum.Enum):
 class Seal:
     """Seals and opens messages to a router; without a key, they pass as they are and sealed ones are refused."""
 
-    __slots__ = ("_keyed",)
+    __slots__ = ("_key", "_keyed", "_keys")
 
-    def __init__(self, key: bytes | None) -> None:
-        self._keyed = None if key is None else _keyed(key, _Use.TO_ROUTER, _DIGEST_BYTES)
+    def __init__(self, key: ClusterKey | None) -> None:
+        self._key = key
+        self._keys: tuple[bytes, ...] = ()
+        self._keyed: tuple[hashlib.blake2b, ...] = ()
+        self._follow()
 
     def __repr__(self) -> str:
-        return f"Seal({'keyed' if self._keyed else 'no key'})"
+        return f"Seal({'keyed' if self.is_keyed else 'no key'})"
 
     @property
     def is_keyed(self) -> bool:
         """Whether there is a key."""
-        return self._keyed is not None
+        return self._key is not None
 
     def seal(self, message: bytes) -> bytes:
         """The message as it goes on the wire."""
-        return message if self._keyed is None else _MARK + _digest(self._keyed, message) + message
+        keyed = self._follow()
+        return _MARK + _digest(keyed[0], message) + message if keyed else message
 
     def open(self, sealed: bytes) -> bytes:
         """The message inside one off the wire. Raises ProtocolError that names what is wrong: no seal, wrong key, no key."""
         is_sealed = sealed.startswith(_MARK)
-        if self._keyed is None:
+        keyed = self._follow()
+        if not keyed:
             if is_sealed:
                 raise ProtocolError(
                     "no key here: the message is sealed with a cluster key, but none is set here; set the same on both sides"
@@ -96,10 +124,18 @@ class Seal:
             raise ProtocolError(
                 "not authenticated: the message has no whole seal, but a cluster key is set here; set the same on both sides"
             )
-        message = sealed[SEAL_BYTES:]
-        if not hmac.compare_digest(sealed[len(_MARK) : SEAL_BYTES], _digest(self._keyed, message)):
-            raise ProtocolError("wrong key: the seal does not fit the cluster key that is set here; set the same on both sides")
+        message, digest = sealed[SEAL_BYTES:], sealed[len(_MARK) : SEAL_BYTES]
+        if not any(hmac.compare_digest(digest, _digest(each, message)) for each in keyed):
+            raise ProtocolError(f"wrong key: the seal {_misfit(len(keyed))}; set the same on both sides")
         return message
+
+    def _follow(self) -> tuple[hashlib.blake2b, ...]:
+        """A digest for each key that there is now."""
+        keys = () if self._key is None else keys_of(self._key)
+        if keys != self._keys:
+            self._keyed = tuple(_keyed(each, _Use.TO_ROUTER, _DIGEST_BYTES) for each in keys)
+            self._keys = keys
+        return self._keyed
 
 
 class Session:
@@ -120,6 +156,17 @@ class Session:
         self._sealing, self._opening = (to_dialler, to_listener) if is_listener else (to_listener, to_dialler)
         self._sealed = self._opened = 0
 
+    @classmethod
+    def proved(cls, key: ClusterKey, *, dialled: bytes, accepted: bytes, proof: bytes) -> Session:
+        """The session of a dialler whose listener has proved itself with `proof`. Raises ProtocolError."""
+        keys = keys_of(key)
+        for each in keys:
+            session = cls(each, dialled=dialled, accepted=accepted, is_listener=False)
+            if session._opens(proof):
+                return session
+        reason = f"wrong key: the first seal of the connection {_misfit(len(keys))}, or was made for another connection"
+        raise ProtocolError(f"{reason}; set the same on both sides")
+
     def seal(self, frame: bytes) -> bytes:
         """The next frame as it goes on the wire."""
         digest = self._sealing.copy()
@@ -130,17 +177,20 @@ class Session:
 
     def open(self, sealed: bytes) -> bytes:
         """The next frame off the wire. Raises ProtocolError; the session is over then, since the counts no longer agree."""
-        frame = sealed[TAG_BYTES:]
-        digest = self._opening.copy()
-        digest.update(self._opened.to_bytes(_COUNT_BYTES, "big"))
-        digest.update(frame)
-        self._opened += 1
-        if not hmac.compare_digest(sealed[:TAG_BYTES], digest.digest()):
+        if not self._opens(sealed):
             raise ProtocolError(
                 "wrong key: the seal does not fit the cluster key that is set here, or the frame was made for another place or"
                 " connection; set the same on both sides"
             )
-        return frame
+        return sealed[TAG_BYTES:]
+
+    def _opens(self, sealed: bytes) -> bool:
+        """Whether it is the next frame; counts it in any case."""
+        digest = self._opening.copy()
+        digest.update(self._opened.to_bytes(_COUNT_BYTES, "big"))
+        digest.update(sealed[TAG_BYTES:])
+        self._opened += 1
+        return hmac.compare_digest(sealed[:TAG_BYTES], digest.digest())
 
 
 class AddressProof:
@@ -186,6 +236,11 @@ class RoomProof:
     def fits(self, room: int) -> bool:
         """Whether a room was made for these addresses."""
         return room == self.room(room >> _ROOM_TAG_BITS)
+
+
+def _misfit(count: int) -> str:
+    one = "does not fit the cluster key that is set here"
+    return one if count == 1 else f"fits none of the {count} cluster keys that are set here"
 
 
 def _parts(*texts: str) -> bytes:

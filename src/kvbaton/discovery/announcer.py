@@ -26,12 +26,13 @@ from typing import Self
 import msgspec
 
 import kvbaton
-from kvbaton.core.auth import Seal
+from kvbaton.config import KeyFile
+from kvbaton.core.auth import ClusterKey, Seal
 from kvbaton.discovery.advice import DEFAULT_ADVISE_AFTER_S, Adviser
 from kvbaton.discovery.announcer_child import ALIVE, HUNG, AnnouncerTask
 from kvbaton.discovery.heartbeats import Announcement, Heartbeats, RouterEvent
 from kvbaton.discovery.messages import Registration, check_http_address
-from kvbaton.errors import ConfigError
+from kvbaton.errors import Bug, ConfigError
 from kvbaton.wire.tls import cluster_tls
 
 __all__ = ["DEFAULT_HEARTBEAT_S", "DEFAULT_STALL_LIMIT_S", "LONGEST_HEARTBEAT_S", "Announcer", "ThreadAnnouncer"]
@@ -67,7 +68,7 @@ class _AnnouncerBase:
         *,
         advise_after_s: float = DEFAULT_ADVISE_AFTER_S,
         stall_limit_s: float = DEFAULT_STALL_LIMIT_S,
-        cluster_key: bytes | None = None,
+        cluster_key: ClusterKey | None = None,
         tls_dir: Path | None = None,
         is_hung: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -198,7 +199,7 @@ def _announcement(
     registration: Registration,
     routers: Sequence[str],
     heartbeat_s: float,
-    cluster_key: bytes | None,
+    cluster_key: ClusterKey | None,
     tls_dir: Path | None,
 ) -> Announcement:
     for router in routers:
@@ -211,7 +212,11 @@ def _announcement(
     Seal(cluster_key)
     cluster_tls(tls_dir)
     where = "" if tls_dir is None else str(tls_dir)
-    return Announcement(registration, tuple(dict.fromkeys(routers)), heartbeat_s, cluster_key, where)
+    # The child follows a file by itself.
+    fixed, file = (None, str(cluster_key.path)) if isinstance(cluster_key, KeyFile) else (cluster_key, "")
+    if fixed is not None and not isinstance(fixed, bytes):
+        raise Bug(f"{cluster_key!r} cannot be followed by another process")
+    return Announcement(registration, tuple(dict.fromkeys(routers)), heartbeat_s, fixed, where, file)
 
 
 def _spawn() -> subprocess.Popen[bytes]:

@@ -15,7 +15,8 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from kvbaton.core.auth import NONCE_BYTES, Seal
+from kvbaton.config import KeyFile
+from kvbaton.core.auth import NONCE_BYTES, ClusterKey, Seal
 from kvbaton.discovery.dealers import MAX_ANSWERS, Dealer, TlsDealer, ZmqDealer
 from kvbaton.discovery.messages import Freshness, Registration, encode_registration
 
@@ -28,16 +29,21 @@ _EAGER_LOOK_S = 0.02
 
 
 class Announcement(msgspec.Struct, frozen=True):
-    """What is sent to which routers, and how often; with a key, under its seal; with certificates, encrypted."""
+    """What is sent to which routers, and how often; with a key, or a file of keys, sealed; with certificates, encrypted."""
 
     registration: Registration
     routers: tuple[str, ...]
     heartbeat_s: float
     cluster_key: bytes | None = None
     tls_dir: str = ""
+    cluster_key_file: str = ""
 
     def __repr__(self) -> str:
         return f"Announcement({self.registration.http_address} to {', '.join(self.routers)})"
+
+    def key(self) -> ClusterKey | None:
+        """What the messages are sealed with. Raises ConfigError for a file that cannot be used."""
+        return KeyFile(Path(self.cluster_key_file)) if self.cluster_key_file else self.cluster_key
 
 
 class AnswerKind(enum.StrEnum):
@@ -76,10 +82,12 @@ class _RouterAnswer(msgspec.Struct, frozen=True):
 class _Link:
     """One router: its socket, when the next message is due, and its last answer."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], router: str, announcement: Announcement, now: float) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], router: str, announcement: Announcement, seal: Seal, now: float
+    ) -> None:
         self.router = router
         self._registration = announcement.registration
-        self._seal = Seal(announcement.cluster_key)
+        self._seal = seal
         self.due = now
         self.sent_at = now
         self._asked_at = -_RETRY_S
@@ -148,8 +156,9 @@ class Heartbeats(AbstractContextManager["Heartbeats"]):
     def __init__(self, announcement: Announcement, report: Callable[[RouterEvent], None], now: float) -> None:
         self._announcement = announcement
         self._report = report
+        seal = Seal(announcement.key())
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self._links = [_Link(self._context, router, announcement, now) for router in announcement.routers]
+        self._links = [_Link(self._context, router, announcement, seal, now) for router in announcement.routers]
 
     def __exit__(self, *_: object) -> None:
         for link in self._links:

@@ -26,7 +26,7 @@ from typing import Self
 
 import msgspec
 
-from kvbaton.core.auth import NONCE_BYTES, Seal
+from kvbaton.core.auth import NONCE_BYTES, ClusterKey, Seal
 from kvbaton.discovery.heartbeats import AnswerKind
 from kvbaton.discovery.messages import (
     Cause,
@@ -110,7 +110,7 @@ class Listener:
         host: str,
         port: int,
         clock: Callable[[], float] = time.monotonic,
-        cluster_key: bytes | None = None,
+        cluster_key: ClusterKey | None = None,
         max_connections: int | None = None,
         p2p_mode: TransferMode | None = None,
         tls: ClusterTls | None = None,
@@ -292,6 +292,8 @@ def _answer_to(outcome: Outcome | Malformed, nonce: bytes) -> bytes | None:
     match outcome:
         case Malformed(cause=Cause.NOT_FRESH):
             return msgspec.msgpack.encode({"type": AnswerKind.CHALLENGE, "nonce": nonce})
+        case Malformed(cause=Cause.NOT_SEALED, detail=reason, wants_answer=True):
+            return msgspec.msgpack.encode({"type": AnswerKind.REFUSED, "reason": reason})
         case Registered(instance) | Refreshed(instance) | Replaced(instance) if instance.registration.answer:
             return msgspec.msgpack.encode({"type": AnswerKind.WELCOME})
         case RegistrationRefused(reason, wants_answer=True):

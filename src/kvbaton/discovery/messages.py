@@ -142,6 +142,8 @@ class Malformed:
     cause: Cause
     field: str
     detail: str
+    wants_answer: bool = False
+    """Whether the sender has asked to be sent the reason."""
 
     def __str__(self) -> str:
         return f"{self.field}: {self.detail}" if self.field else self.detail
@@ -217,7 +219,7 @@ def decode_registration(
         try:
             seal.open((given if isinstance(given, bytes) else b"") + content)
         except ProtocolError as error:
-            return Malformed(Cause.NOT_SEALED, "seal", str(error))
+            return Malformed(Cause.NOT_SEALED, "seal", str(error), wants_answer=raw.get("answer") is True)
         if freshness is not None and not freshness.take(raw.get("nonce")):
             detail = "is not the one that this connection was given, with a count that grows; send that one"
             return Malformed(Cause.NOT_FRESH, "nonce", detail)

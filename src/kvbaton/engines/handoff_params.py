@@ -13,7 +13,7 @@ import msgspec
 
 from kvbaton.config import Trust
 from kvbaton.core.addresses import ControlAddress, parse_request_id
-from kvbaton.core.auth import AddressProof, RoomProof
+from kvbaton.core.auth import AddressProof, RoomProof, keys_of
 from kvbaton.core.handoff import MAX_TRANSFER_ID, Incarnation, TransferId
 from kvbaton.errors import AddressError, BadRequest
 
@@ -120,7 +120,7 @@ class SourceCheck:
             return None
         # Engines may lose the request id on the way; a proof that was made for this instance then fits its own address.
         target = params.target or self._own
-        if AddressProof(self._key, source, target).fits(params.proof, params.transfer_id):
+        if any(AddressProof(key, source, target).fits(params.proof, params.transfer_id) for key in keys_of(self._key)):
             return None
         wrong = f"does not fit the source {source}, this transfer and {target}" if params.proof else f"is missing for {source}"
         return f"{_FIELD}.address_proof: {wrong}; {self._advice(source)}"
@@ -129,7 +129,7 @@ class SourceCheck:
         """The same for a request of SGLang: its room has to be one that a holder of the key has made for the two addresses."""
         if self._key is None or (self._allowed is not None and source.host in self._allowed):
             return None
-        if RoomProof(self._key, source, self._own).fits(room):
+        if any(RoomProof(key, source, self._own).fits(room) for key in keys_of(self._key)):
             return None
         return f"bootstrap_room {room} proves nothing about the source {source} and {self._own}; {self._advice(source)}"
 

@@ -19,7 +19,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from kvbaton.config import HTTP_KEY_HEADER, Trust, carries_token, http_token
+from kvbaton.config import HTTP_KEY_HEADER, HttpTokens, Trust
 from kvbaton.core.handoff import MAX_TRANSFER_ID
 from kvbaton.errors import ConfigError
 from kvbaton.observe.timelines import Timelines
@@ -70,7 +70,7 @@ class _Server(socketserver.ThreadingMixIn, HTTPServer):
 
     def __init__(self, timelines: Timelines, host: str, port: int, trust: Trust) -> None:
         self.timelines = timelines
-        self.token = http_token(trust.key) if trust.key is not None else ""
+        self.tokens = HttpTokens(trust.key)
         self._tls = cluster_tls(trust.tls_dir)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._free = threading.BoundedSemaphore(_MOST_AT_ONCE)
@@ -134,8 +134,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer one request."""
-        timelines, token = self.server.timelines, self.server.token
-        if token and not carries_token(token, self.headers.get(HTTP_KEY_HEADER, ""), self.headers.get("Authorization", "")):
+        timelines, tokens = self.server.timelines, self.server.tokens
+        if tokens and not tokens.are_carried(self.headers.get(HTTP_KEY_HEADER, ""), self.headers.get("Authorization", "")):
             message = (
                 f"this instance has a cluster key; send its token in the header {HTTP_KEY_HEADER}, as kvbaton's router does"
             )

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 
+from kvbaton.config import Trust
 from kvbaton.discovery.listener import Listener
 from kvbaton.discovery.registry import Registry
 from kvbaton.discovery.static import StaticInstances
@@ -48,6 +49,7 @@ class RouterCore:
         self.slots = SlotBook(MAX_SLOTS)
         self.metrics = RouterMetrics(board, row, registry)
         self._tls = cluster_tls(settings.tls_dir)
+        self._trust = Trust(settings.cluster_key)
         self.upstream = Upstream(settings.connect_timeout_s, None if self._tls is None else self._tls.client)
         routed = RoutedTransfers(rings, row, self.slots, registry)
         chooser = Chooser(settings, registry, Loads(board, row, COLUMNS), self.slots)
@@ -66,8 +68,11 @@ class RouterCore:
         self.dispatcher.sweep(now)
         self.upstream.sweep(now)
         self.server.sweep(now)
-        if self._tls is not None:
-            self.metrics.see_failed_certificate_loads(self._tls.failed_loads_total())
+        self.metrics.see_loads(
+            failed_certificate_loads=0 if self._tls is None else self._tls.failed_loads_total(),
+            cluster_key_loads=self._trust.cluster_key_loads_total(),
+            failed_cluster_key_loads=self._trust.failed_cluster_key_loads_total(),
+        )
 
     async def stop(self) -> None:
         """Finish the requests in flight within the drain's limit, then close everything.

@@ -29,7 +29,7 @@ from kvbaton.router.http.upstream import Upstream
 from kvbaton.router.json_scan import is_simple, scan
 from kvbaton.router.metrics import RouterMetrics
 from kvbaton.router.pair_request import Digits, PairRequest, new_pair_request
-from kvbaton.router.pair_template import client_lines, instance_lines
+from kvbaton.router.pair_template import InstanceLines, client_lines
 from kvbaton.router.policy import RouteRequest
 from kvbaton.router.request_queue import ClientShare, QueuedRequest, RequestQueue
 from kvbaton.router.routed import RoutedTransfers
@@ -94,7 +94,7 @@ class Dispatcher:
         ]
         self._forwarded = tuple(name.encode() for name in names)
         self._forwarded_names = frozenset(self._forwarded)
-        self._instance_lines = instance_lines(settings)
+        self._instance_lines = InstanceLines(settings)
         self._replaces_authorization = settings.instance_api_key is not None
 
     def serve(self, connection: ClientConnection, request: HttpRequest) -> None:
@@ -163,11 +163,11 @@ class Dispatcher:
         """The client's headers that instances may see, but those in `without`, as lines."""
         headers = request.headers
         if self._forwarded_names.isdisjoint(headers):
-            return self._instance_lines
+            return self._instance_lines.now()
         found = [b"%b: %b\r\n" % (name, headers[name]) for name in self._forwarded if name in headers and name not in without]
         if self._replaces_authorization:
             found = [line for line in found if not line.startswith(b"authorization:")]
-        return self._instance_lines + b"".join(found)
+        return self._instance_lines.now() + b"".join(found)
 
     def log_failure(self, job: PairRequest, failure: Failure, text: str) -> None:
         """Log a failure, but not the same one for every request."""

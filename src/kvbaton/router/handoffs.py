@@ -23,7 +23,7 @@ from kvbaton.observe.transfer_report import SideAnswer, TransferReport, build_re
 from kvbaton.router.answers import error_response, json_response
 from kvbaton.router.http.messages import HttpRequest, InstanceAnswer, Response
 from kvbaton.router.http.upstream import Upstream, fetch
-from kvbaton.router.pair_template import instance_lines
+from kvbaton.router.pair_template import InstanceLines
 from kvbaton.router.routed import Routed, RoutedTransfers
 from kvbaton.router.settings import RouterSettings
 from kvbaton.wire.log_limit import LogLimit, shown
@@ -51,7 +51,7 @@ class HandoffPages:
 
     def __post_init__(self) -> None:
         self._timeout_s = self._settings.explain_timeout_s
-        self._lines = instance_lines(self._settings)
+        self._lines = InstanceLines(self._settings)
         self._asking = 0
 
     def newest(self, _request: HttpRequest) -> Response:
@@ -112,7 +112,7 @@ class HandoffPages:
         try:
             path = f"/handoffs/{quote(transfer_id, safe='')}"
             where = instance.registration.handoffs_address
-            answer = await fetch(self._upstream, instance, path, self._timeout_s, _MAX_RECORD_BYTES, where, self._lines)
+            answer = await fetch(self._upstream, instance, path, self._timeout_s, _MAX_RECORD_BYTES, where, self._lines.now())
             return SideAnswer(name, _read(answer, instance, transfer_id))
         except PeerError as error:
             return SideAnswer(name, problem=str(error))

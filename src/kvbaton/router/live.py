@@ -21,7 +21,7 @@ from kvbaton.router.choosing import Chooser
 from kvbaton.router.http.messages import HttpRequest, Response
 from kvbaton.router.http.upstream import Upstream, fetch
 from kvbaton.router.metrics import RouterMetrics
-from kvbaton.router.pair_template import instance_lines
+from kvbaton.router.pair_template import InstanceLines
 from kvbaton.router.settings import RouterSettings
 
 __all__ = ["LiveView", "read_counts"]
@@ -52,7 +52,7 @@ class LiveView:
     _clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self._lines = instance_lines(self._settings)
+        self._lines = InstanceLines(self._settings)
         self._document: dict[str, Any] = {}
         self._made_at = float("-inf")
         self._making: asyncio.Task[None] | None = None
@@ -95,7 +95,7 @@ class LiveView:
             "put_aside_s": max(0.0, instance.aside_until - now),
         }
         try:
-            answer = await fetch(self._upstream, instance, "/metrics", _ASK_S, _MOST_BYTES, lines=self._lines)
+            answer = await fetch(self._upstream, instance, "/metrics", _ASK_S, _MOST_BYTES, lines=self._lines.now())
         except PeerError as error:
             return known | {"problem": str(error)[:_SHOWN_CHARACTERS]}
         if not answer.is_ok:

@@ -40,6 +40,8 @@ _COUNTERS = {
     "malformed_traces": "Requests whose traceparent cannot be read; they were served without it",
     "untraced_handoffs": "Hand-offs of recorded traces that got no spans, because too many were under way or none was noted",
     "failed_certificate_loads": "Changes of the certificate files that were not taken, by each process of the router",
+    "cluster_key_loads": "Changes of the file with the cluster keys that were taken, by each process of the router",
+    "failed_cluster_key_loads": "Changes of the file with the cluster keys that were not taken, by each process of the router",
     "quarantines": "Times that an instance was put aside because it could not be reached",
     "messages": "",
 }
@@ -96,9 +98,10 @@ class RouterMetrics:
         """How many messages the discovery socket has seen; written by the process that has it."""
         write_messages(self._cells, messages, malformed)
 
-    def see_failed_certificate_loads(self, total: int) -> None:
-        """How many changes of the certificate files this process has not taken so far."""
-        self._cells[self._columns["failed_certificate_loads"]] = total
+    def see_loads(self, **totals: int) -> None:
+        """How many changes of the certificates and of the cluster keys this process has taken, or not taken, so far."""
+        for name, total in totals.items():
+            self._cells[self._columns[name]] = total
 
     def value(self, name: str) -> float:
         """A number over all processes."""

@@ -9,15 +9,15 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.config import CLIENT_HEADER, HTTP_KEY_HEADER, http_token
+from kvbaton.config import CLIENT_HEADER, HTTP_KEY_HEADER, HttpTokens
 from kvbaton.core.addresses import ControlAddress, make_request_id
-from kvbaton.core.auth import AddressProof, RoomProof
+from kvbaton.core.auth import AddressProof, ClusterKey, RoomProof, keys_of
 from kvbaton.discovery.messages import TransferMode, is_p2p_address, peer_address
 from kvbaton.discovery.registry import Instance
 from kvbaton.router.http.messages import head_lines
 from kvbaton.router.settings import RouterSettings
 
-__all__ = ["PairTemplate", "Params", "client_lines", "instance_lines"]
+__all__ = ["InstanceLines", "PairTemplate", "Params", "client_lines"]
 
 _DECODES_ELSEWHERE = {"do_remote_decode": True, "do_remote_prefill": False}
 _IDS_AT_ONCE = 64
@@ -44,12 +44,13 @@ class Params(msgspec.Struct, frozen=True):
 class PairTemplate:
     """The bytes for one pair: heads, ids and parameters. Without `prefill`, decode does it all.
 
-    With a cluster key, decode gets the proof that its source was chosen by this router, and not by a client.
+    With a cluster key, decode gets the proof that its source was chosen by this router, and not by a client. A key that has
+    changed since is taken with the next id.
     """
 
     __slots__ = (
-        "_ids", "_proof", "_proofs", "_rooms", "answer_lines", "decode_head", "id_prefix", "prefill_head", "prefill_params",
-        "push_params", "source_dp_size", "source_is_p2p",
+        "_addresses", "_ids", "_key", "_proof", "_proofs", "_rooms", "_signing", "answer_lines", "decode_head", "id_prefix",
+        "prefill_head", "prefill_params", "push_params", "source_dp_size", "source_is_p2p",
     )  # fmt: skip
 
     def __init__(
@@ -58,7 +59,7 @@ class PairTemplate:
         decode: Instance,
         prefill_rank: int | None,
         decode_rank: int | None,
-        cluster_key: bytes | None = None,
+        cluster_key: ClusterKey | None = None,
     ) -> None:
         self.decode_head = _head(decode, decode_rank)
         self.answer_lines = _answer_lines(prefill, decode)
@@ -71,6 +72,8 @@ class PairTemplate:
         self._proofs: dict[str, str] = {}
         self._proof: AddressProof | None = None
         self._rooms: RoomProof | None = None
+        self._key: ClusterKey | None = None
+        self._signing = b""
         if prefill is not None:
             in_push = decode.transfer_mode is TransferMode.WRITE
             self.prefill_head = _head(prefill, prefill_rank)
@@ -81,11 +84,12 @@ class PairTemplate:
             self.id_prefix = make_request_id(prefill.zmq_address, decode.zmq_address, "").encode()
             if cluster_key is not None:
                 source, target = (peer_address(each.zmq_address) for each in (prefill, decode))
-                self._proof = AddressProof(cluster_key, source, target)
-                self._rooms = RoomProof(cluster_key, _bootstrap_address(prefill), target)
+                self._key, self._addresses = cluster_key, (source, _bootstrap_address(prefill), target)
+                self._follow()
 
     def address_proof(self, transfer_id: str) -> str:
         """The proof that this router has paired the two for this transfer; empty without a key."""
+        self._follow()
         if self._proof is None:
             return ""
         return self._proofs.pop(transfer_id, "") or self._proof.of(transfer_id)
@@ -96,6 +100,7 @@ class PairTemplate:
         Ids and their proofs are made several at once: between two requests the code of the digest leaves the processor's
         caches, and a proof alone costs several times as much.
         """
+        self._follow()
         if not self._ids:
             self._ids = [f"tx-{draw()}" for _ in range(_IDS_AT_ONCE)]
             if self._proof is not None:
@@ -104,7 +109,17 @@ class PairTemplate:
 
     def room(self, number: int) -> int:
         """A room in which the two meet: with a key, that of the number, and a proof of the pair. Never 0, which means none."""
+        self._follow()
         return (secrets.randbits(63) or 1) if self._rooms is None else self._rooms.room(number)
+
+    def _follow(self) -> None:
+        """Sign with the key that is the first now; what was made ahead under another is dropped."""
+        if self._key is None or (signing := keys_of(self._key)[0]) == self._signing:
+            return
+        source, bootstrap, target = self._addresses
+        self._signing = signing
+        self._proof, self._rooms = AddressProof(signing, source, target), RoomProof(signing, bootstrap, target)
+        self._ids, self._proofs = [], {}
 
     def request_id_line(self, tail: str) -> bytes:
         """The header that names both control addresses; `tail` is 32 lowercase hex digits that make the id unique."""
@@ -119,21 +134,31 @@ def _bootstrap_address(prefill: Instance) -> ControlAddress:
     return ControlAddress.of(address.host, address.handshake)
 
 
-def instance_lines(settings: RouterSettings) -> bytes:
+class InstanceLines:
     """The headers of every request to an instance: its API key, and the proof that this router has the cluster key."""
-    headers = {}
-    if settings.instance_api_key is not None:
-        headers["Authorization"] = f"Bearer {settings.instance_api_key}"
-    if settings.cluster_key is not None:
-        headers[HTTP_KEY_HEADER] = http_token(settings.cluster_key)
-    return head_lines(headers)
+
+    __slots__ = ("_lines", "_own", "_token", "_tokens")
+
+    def __init__(self, settings: RouterSettings) -> None:
+        api_key = settings.instance_api_key
+        self._own = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._lines = head_lines(self._own)
+        self._tokens = HttpTokens(settings.cluster_key)
+        self._token = ""
+
+    def now(self) -> bytes:
+        """As lines, with the token of the key that is the first now."""
+        if self._tokens and (token := self._tokens.current()[0]) != self._token:
+            self._token = token
+            self._lines = head_lines({**self._own, HTTP_KEY_HEADER: token})
+        return self._lines
 
 
 def client_lines(settings: RouterSettings, client: bytes) -> bytes:
     """The header by which instances know a client: a digest, so that they learn neither its API key nor its address."""
     if settings.cluster_key is None:
         return b""
-    name = hashlib.blake2b(client, digest_size=8, key=settings.cluster_key[:64]).hexdigest()
+    name = hashlib.blake2b(client, digest_size=8, key=keys_of(settings.cluster_key)[0][:64]).hexdigest()
     return head_lines({CLIENT_HEADER: name})
 
 

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import msgspec
 
+from kvbaton.core.auth import ClusterKey
 from kvbaton.discovery.messages import Dispatch, InstanceType, TransferMode
 from kvbaton.discovery.registry import Instance
 from kvbaton.router.pair_template import PairTemplate
@@ -65,7 +66,7 @@ class InstancePair:
         decode: Instance,
         prefill_dp_rank: int | None = None,
         decode_dp_rank: int | None = None,
-        cluster_key: bytes | None = None,
+        cluster_key: ClusterKey | None = None,
     ) -> None:
         self.prefill = prefill
         self.decode = decode

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from kvbaton.config import CLIENT_HEADER, HTTP_KEY_HEADER
+from kvbaton.core.auth import ClusterKey
 from kvbaton.discovery.messages import TransferMode
 from kvbaton.errors import ConfigError
 from kvbaton.router.http.messages import is_header_value
@@ -140,7 +141,7 @@ class RouterSettings(RouterOptions):
     allow_hosts: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     instance_api_key: str | None = field(default=None, repr=False)
-    cluster_key: bytes | None = field(default=None, repr=False)
+    cluster_key: ClusterKey | None = field(default=None, repr=False)
     tls_dir: Path | None = None
     forward_headers: tuple[str, ...] = DEFAULT_FORWARD_HEADERS
     connect_timeout_s: float = 5.0

@@ -42,6 +42,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvbaton.core.auth import ClusterKey
 from kvbaton.core.card import Endpoint
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.plan import Runs
@@ -184,7 +185,7 @@ class TransportSettings:
     port: int = 0
     advertise_host: str = ""
     streams: int = 2
-    cluster_key: bytes = field(default=b"", repr=False)
+    cluster_key: ClusterKey = field(default=b"", repr=False)
     admits: Callable[[str], bool] | None = field(default=None, repr=False, compare=False)
     tls: ClusterTls | None = None
     unfenced_writes: bool = False

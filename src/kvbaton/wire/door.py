@@ -16,8 +16,9 @@ A *known* peer is trusted to mean well, not to work well: it has budgets too, la
 has begun or does not take. Where a budget is full, the connection that holds most of it is ended; peers connect anew.
 
 With a key, both ends put a nonce into their READY command, and everything after it is sealed by a `Session`. The listener
-proves itself first, with an empty sealed frame; the dialler answers with its own, and only then sends anything. So an address
-that a client made up learns a nonce, and nothing else. Without a key a connection is plain ZMTP.
+proves itself first, with an empty sealed frame, under the first of its keys; the dialler takes that if it is one of its own,
+answers under the same, and only then sends anything. So an address that a client made up learns a nonce, and nothing else. A
+connection keeps its key until it ends. Without a key a connection is plain ZMTP.
 
 With certificates (`tls.py`), all of that is inside TLS. Its handshake counts as the peer's: the same place, deadline, share
 of the thread and budget of bytes. A peer that does not encrypt gets the reason in the clear, one whose certificate is refused
@@ -42,7 +43,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from kvbaton.core.auth import NONCE_BYTES, TAG_BYTES, Session
+from kvbaton.core.auth import NONCE_BYTES, TAG_BYTES, ClusterKey, Session, keys_of
 from kvbaton.errors import ProtocolError
 from kvbaton.wire.metering import ThreadShare
 from kvbaton.wire.tls import ClusterTls, TlsError, TlsStream
@@ -178,7 +179,7 @@ class Door:
         limits: DoorLimits,
         on_end: Callable[[PeerConnection, EndCause, str], None],
         *,
-        key: bytes | None = None,
+        key: ClusterKey | None = None,
         tls: ClusterTls | None = None,
         on_open: Callable[[PeerConnection], None] = lambda _: None,
         refusal: Callable[[str], str] = lambda _: "",
@@ -553,13 +554,12 @@ class Door:
                 return
             if not connection.is_open or zmtp.has_outgoing:
                 self._shake_hands(connection)
-            session = connection.session
             for parts in messages:
                 if connection.is_over:
                     return
-                if session is None:
+                if connection.session is None:
                     yield parts
-                elif (opened := self._opened(connection, session, parts)) is not None:
+                elif (opened := self._opened(connection, connection.session, parts)) is not None:
                     yield [opened]
             if connection.is_over:
                 return
@@ -611,10 +611,10 @@ class Door:
                 "not authenticated: a cluster key is set here, but the peer has none; set the same on both sides",
             )
         else:
-            own, peer = connection.zmtp.own_ready, connection.zmtp.peer_ready
-            dialled, accepted = (own, peer) if connection.is_dialled else (peer, own)
-            connection.session = Session(self._key, dialled=dialled, accepted=accepted, is_listener=not connection.is_dialled)
-            if not connection.is_dialled:
+            dialled, accepted = _commands(connection)
+            is_listener = not connection.is_dialled
+            connection.session = Session(keys_of(self._key)[0], dialled=dialled, accepted=accepted, is_listener=is_listener)
+            if is_listener:
                 self._queue(connection, encode_frame(connection.session.seal(b"")))
 
     def _opened(self, connection: PeerConnection, session: Session, parts: list[bytes]) -> bytes | None:
@@ -622,7 +622,13 @@ class Door:
         try:
             if len(parts) != 1:
                 raise ProtocolError(f"a message of {len(parts)} parts; sealed ones have one")
-            content = session.open(parts[0])
+            if connection.is_dialled and not connection.is_open and self._key is not None:
+                dialled, accepted = _commands(connection)
+                proved = Session.proved(self._key, dialled=dialled, accepted=accepted, proof=parts[0])
+                session = connection.session = proved
+                content = b""
+            else:
+                content = session.open(parts[0])
         except ProtocolError as error:
             self.refuse(connection, EndCause.NOT_AUTHENTICATED, str(error))
             return None
@@ -751,6 +757,12 @@ class Door:
     def _zmtp(self, *, is_listener: bool) -> Zmtp:
         extra = None if self._key is None else {_NONCE: secrets.token_bytes(NONCE_BYTES)}
         return Zmtp(self._frames, is_listener=is_listener, extra=extra)
+
+
+def _commands(connection: PeerConnection) -> tuple[bytes, bytes]:
+    """The READY commands of the dialler and of the listener."""
+    own, peer = connection.zmtp.own_ready, connection.zmtp.peer_ready
+    return (own, peer) if connection.is_dialled else (peer, own)
 
 
 def listen_on(host: str, port: int) -> socket.socket:

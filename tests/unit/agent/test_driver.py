@@ -52,8 +52,8 @@ from kvbaton.transport.faulty import Faults
 from kvbaton.transport.memory import MemoryHub
 from watching import wait_until
 
-KEY = Trust(b"the key of this cluster")
-OTHER_KEY = Trust(b"the key of another cluster")
+SECRET, OTHER_SECRET = b"the key of this cluster", b"the key of another cluster"
+KEY, OTHER_KEY = Trust(SECRET), Trust(OTHER_SECRET)
 NO_KEY = Trust()
 
 
@@ -326,12 +326,11 @@ def test_a_peer_that_is_not_admitted_gets_nothing_but_the_reason(source_trust: T
         assert ended.outcome is Outcome.FAILED
         assert text in ended.reason
         assert is_poison(target.cache.data)
-        for trust in (source_trust, target_trust):
-            assert trust.key is None or trust.key.decode() not in ended.reason
+        assert not any(secret.decode() in ended.reason for secret in (SECRET, OTHER_SECRET))
         assert (source.driver.errors_total, target.driver.errors_total) == (0, 0)
 
 
-@pytest.mark.parametrize("intruder_key", [None, OTHER_KEY.key], ids=["no key", "another key"])
+@pytest.mark.parametrize("intruder_key", [None, OTHER_SECRET], ids=["no key", "another key"])
 def test_an_intruder_is_dropped_counted_and_harmless(intruder_key: bytes | None) -> None:
     with pair(KEY, KEY) as (source, target), Intruder(intruder_key) as intruder:
         for number, message in enumerate(SENSELESS, 1):
@@ -342,7 +341,7 @@ def test_an_intruder_is_dropped_counted_and_harmless(intruder_key: bytes | None)
 
 
 def test_a_holder_of_the_key_sends_as_one_incarnation_per_connection() -> None:
-    with pair(KEY, KEY) as (source, target), Intruder(KEY.key) as intruder:
+    with pair(KEY, KEY) as (source, target), Intruder(SECRET) as intruder:
         landed(source, target, "before")
         intruder.dial(source.driver.address)
         intruder.send_message(Hello(intruder.card_like(target.card), wants_answer=True))

@@ -9,6 +9,7 @@ import pytest
 
 from kvbaton.cli.router import router
 from kvbaton.config import CLUSTER_KEY_VARIABLE
+from kvbaton.core.auth import keys_of
 from kvbaton.router import app
 from kvbaton.router.settings import RouterSettings
 
@@ -32,7 +33,8 @@ def test_the_key_of_a_file_reaches_the_router(served: list[RouterSettings], tmp_
     path.write_text(KEY)
     path.chmod(0o600)
     assert router(cluster_key_file=path) == 0
-    assert served[0].cluster_key == KEY.encode()
+    assert served[0].cluster_key is not None
+    assert keys_of(served[0].cluster_key) == (KEY.encode(),)
     assert KEY not in repr(served[0])
 
 

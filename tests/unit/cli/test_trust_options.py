@@ -12,6 +12,7 @@ import pytest
 from kvbaton.cli import running
 from kvbaton.cli.main import main
 from kvbaton.config import CLUSTER_KEY_VARIABLE
+from kvbaton.core.auth import keys_of
 from kvbaton.engines.embedded import instance
 from kvbaton.engines.embedded.instance import InstanceSettings
 
@@ -87,7 +88,8 @@ def test_the_options_reach_the_instance(
     allow = ("--allow", "10.0.0.0/8", "--allow", "192.168.0.1")
     assert _run(monkeypatch, "--host", "10.0.0.1", "--cluster-key-file", str(path), *allow) == 0
     (settings,) = served
-    assert settings.trust.key == KEY.encode()
+    assert settings.trust.key is not None
+    assert keys_of(settings.trust.key) == (KEY.encode(),)
     assert str(settings.trust.allowed) == "10.0.0.0/8, 192.168.0.1/32"
     assert KEY not in repr(settings)
 

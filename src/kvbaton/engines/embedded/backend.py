@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from kvbaton.agent.rank_sets import LocalRanks, RankSet, RemoteRanks
+from kvbaton.core.auth import ClusterKey
 from kvbaton.core.card import RankCard
 from kvbaton.core.topology import Shape
 from kvbaton.engines.embedded.cache import AUX_SLOTS, PagedCache
@@ -36,7 +37,11 @@ class Backend:
 
 
 def make_backend(
-    settings: GroupSettings, cluster_key: bytes, parts: ExitStack, report: Callable[[str], None], lost: Callable[[str], None]
+    settings: GroupSettings,
+    cluster_key: ClusterKey,
+    parts: ExitStack,
+    report: Callable[[str], None],
+    lost: Callable[[str], None],
 ) -> Backend:
     """Make it; what has to be closed goes onto `parts`, and `lost` is called when a rank process dies. Raises LocalError."""
     check_drop(settings.transport.drop)
@@ -69,7 +74,7 @@ def _paged_cache(settings: GroupSettings, loaded: LoadedModel) -> PagedCache:
 
 
 def _local_backend(
-    settings: GroupSettings, cluster_key: bytes, loaded: EngineModel, cache: PagedCache | ShapedCache
+    settings: GroupSettings, cluster_key: ClusterKey, loaded: EngineModel, cache: PagedCache | ShapedCache
 ) -> Backend:
     how = settings.transport
     transport = open_rank_transport(how, cache, cluster_key)
@@ -81,7 +86,7 @@ def _local_backend(
 
 
 def _remote_backend(
-    settings: GroupSettings, cluster_key: bytes, loaded: LoadedShaped, parts: ExitStack, lost: Callable[[str], None]
+    settings: GroupSettings, cluster_key: ClusterKey, loaded: LoadedShaped, parts: ExitStack, lost: Callable[[str], None]
 ) -> Backend:
     group = RankGroup(settings, lost, cluster_key)
     parts.callback(group.close)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 from aiohttp import web
 
-from kvbaton.config import CLIENT_HEADER, HTTP_KEY_HEADER, Trust, carries_token, http_token
+from kvbaton.config import CLIENT_HEADER, HTTP_KEY_HEADER, HttpTokens, Trust
 from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.handoff import MAX_TRANSFER_ID, RequestId
 from kvbaton.engines.embedded.http_errors import HttpError
@@ -34,21 +34,21 @@ class HandoffAccess:
     """Which HTTP requests may act on hand-offs, and whose they are."""
 
     def __init__(self, trust: Trust, sources: SourceCheck | None) -> None:
-        self._token = http_token(trust.key) if trust.key is not None else ""
+        self._tokens = HttpTokens(trust.key)
         self._sources = sources
 
     def has_key(self, http: web.Request) -> bool:
         """Whether the request carries the token, as its own header or as a bearer token; true without a cluster key."""
-        if not self._token:
+        if not self._tokens:
             return True
-        return carries_token(self._token, http.headers.get(HTTP_KEY_HEADER, ""), http.headers.get("Authorization", ""))
+        return self._tokens.are_carried(http.headers.get(HTTP_KEY_HEADER, ""), http.headers.get("Authorization", ""))
 
     def client(self, http: web.Request) -> str:
         """Whose turn in the queue a request takes: that of the client whom a router with the key names, or of the address.
 
         Other headers do not count: a client could send another one each time, and have as many turns as it likes.
         """
-        named = http.headers.get(CLIENT_HEADER, "") if self._token and self.has_key(http) else ""
+        named = http.headers.get(CLIENT_HEADER, "") if self._tokens and self.has_key(http) else ""
         return f"named {named[:_CLIENT_CHARACTERS]}" if named else f"at {http.remote}"
 
     def dial_refusal(self, http: web.Request, params: TargetParams) -> str | None:

@@ -80,6 +80,10 @@ def _agent_families(agent: AgentStats) -> Iterator[Metric]:
     yield CounterMetricFamily("kvbaton_agent_errors", "Internal errors that the agents survived.", agent.errors_total)
     not_taken = "Changes of the certificate files that were not taken."
     yield CounterMetricFamily("kvbaton_failed_certificate_loads", not_taken, agent.failed_certificate_loads_total)
+    taken = "Changes of the file with the cluster keys that were taken."
+    yield CounterMetricFamily("kvbaton_cluster_key_loads", taken, agent.cluster_key_loads_total)
+    not_taken = "Changes of the file with the cluster keys that were not taken."
+    yield CounterMetricFamily("kvbaton_failed_cluster_key_loads", not_taken, agent.failed_cluster_key_loads_total)
     yield CounterMetricFamily("kvbaton_agent_turns", "Turns of the agents' thread.", agent.turns_total)
     yield CounterMetricFamily("kvbaton_agent_busy_seconds", "Seconds in which the agents' thread was busy.", agent.busy_s_total)
     polled = "Seconds in which it polled its transport for completions."

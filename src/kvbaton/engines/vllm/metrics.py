@@ -26,6 +26,8 @@ _COUNTED = {
     "checksum_mismatches": "Hand-offs that failed because of a checksum",
     "agent_errors": "Errors of our own that the agents went on after",
     "failed_certificate_loads": "Changes of the certificate files that were not taken",
+    "cluster_key_loads": "Changes of the file with the cluster keys that were taken",
+    "failed_cluster_key_loads": "Changes of the file with the cluster keys that were not taken",
 }
 _NOW = {
     "quarantined_blocks": "Blocks that wait until no peer can write to them any more",

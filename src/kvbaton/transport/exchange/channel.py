@@ -425,7 +425,7 @@ class ExchangeChannel:
             return data
 
         challenge = unpack_hello(take(HELLO_BYTES))
-        nonce = secrets.token_bytes(NONCE_BYTES)
+        nonce, secret = secrets.token_bytes(NONCE_BYTES), secret.now()
         self.sock.sendall(secret.handshake(challenge, nonce))
         answer = unpack_answer(take(ANSWER_BYTES))
         if answer.outcome is not CallOutcome.OK:

@@ -6,7 +6,6 @@ that is not live, a range) is answered with the reason; one that is no call of t
 
 from __future__ import annotations
 
-import hmac
 import secrets
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -186,14 +185,14 @@ class OwnerSide:
     def _admit(self) -> Generator[Step, bytes, None]:
         yield pack_hello(self._challenge)
         message = yield HANDSHAKE_BYTES
-        nonce, secret = unpack_handshake(message), self._state.secret
+        secret = self._state.secret.fitting(message, self._challenge)
         refusal = self._why_full()
-        if not hmac.compare_digest(message, secret.handshake(self._challenge, nonce)):
+        if secret is None:
             refusal = "the token is not that of this engine: it has ended, or was restarted; fetch its description again"
-        if refusal:
+        if secret is None or refusal:
             yield pack_answer(CallOutcome.FAILED, 0, refusal)
             raise PeerLost(refusal)
-        proof = secret.owner_proof(self._challenge, nonce)
+        proof = secret.owner_proof(self._challenge, unpack_handshake(message))
         yield pack_answer(CallOutcome.OK, 0, payload_bytes=len(proof)) + proof
         self.is_admitted = True
         length = int.from_bytes((yield 4), "little")

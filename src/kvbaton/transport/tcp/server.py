@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import enum
 import errno
-import hmac
 import logging
 import secrets
 import selectors
@@ -153,8 +152,8 @@ class _Reader:
             self._on_pieces(message)
 
     def _on_handshake(self, message: bytearray) -> None:
-        nonce, secret = wire.unpack_handshake(message), self._owner.secret
-        if not hmac.compare_digest(message, secret.handshake(self._challenge, nonce)):
+        secret = self._owner.secret.fitting(message, self._challenge)
+        if secret is None:
             self._refuse(
                 "token, incarnation or cluster key is not that of this process; fetch its card again, and set the same key on "
                 "both sides"
@@ -163,7 +162,8 @@ class _Reader:
             self._refuse(full)
         else:
             self.is_admitted = True
-            self._answer_with(_ReaderPhase.REPLY, wire.Status.OK, secret.owner_proof(self._challenge, nonce))
+            proof = secret.owner_proof(self._challenge, wire.unpack_handshake(message))
+            self._answer_with(_ReaderPhase.REPLY, wire.Status.OK, proof)
 
     def _on_pieces(self, message: bytearray) -> None:
         pieces, region = wire.unpack_pieces(message), self._owner.region

@@ -274,8 +274,9 @@ class TcpLink:
 
     def _answer_hello(self, challenge: bytes) -> None:
         nonce = secrets.token_bytes(wire.NONCE_BYTES)
-        self._proof = self._secret.owner_proof(challenge, nonce)
-        self._outbox += self._secret.handshake(challenge, nonce)
+        secret = self._secret.now()
+        self._proof = secret.owner_proof(challenge, nonce)
+        self._outbox += secret.handshake(challenge, nonce)
         self._requests.append(_ReadRequest(_HANDSHAKE_ID, wire.PROOF_BYTES, Vectors(np.empty((0, 2), np.uint64)), None))
         self.state = LinkState.HANDSHAKE
 

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import hmac
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from kvbaton.core.auth import ClusterKey, keys_of
 from kvbaton.errors import ProtocolError
 from kvbaton.transport.base import Runs
 
@@ -91,11 +93,27 @@ class ReplyHead:
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """What both ends of a connection must know: the endpoint's token, the cluster key, and which incarnation is meant."""
+    """What both ends of a connection must know: the endpoint's token, the cluster key, and which incarnation is meant.
+
+    Where there are several keys, a reader proves itself with the first, and the owner looks for it among its own.
+    """
 
     token: bytes
-    cluster_key: bytes
+    cluster_key: ClusterKey
     incarnation: str
+
+    def now(self) -> Secret:
+        """The same with the first key that there is now, for one connection of a reader."""
+        return replace(self, cluster_key=keys_of(self.cluster_key)[0])
+
+    def fitting(self, handshake: bytes | bytearray, challenge: bytes) -> Secret | None:
+        """The same with the key that a reader has proved, for the answer; None where none fits. Raises ProtocolError."""
+        nonce = unpack_handshake(handshake)
+        for key in keys_of(self.cluster_key):
+            secret = replace(self, cluster_key=key)
+            if hmac.compare_digest(handshake, secret.handshake(challenge, nonce)):
+                return secret
+        return None
 
     def handshake(self, challenge: bytes, nonce: bytes) -> bytes:
         """What a reader answers to `challenge`."""
@@ -106,7 +124,8 @@ class Secret:
         return self._digest(b"kvbaton owner", challenge, nonce)
 
     def _digest(self, purpose: bytes, challenge: bytes, nonce: bytes) -> bytes:
-        key = hashlib.blake2b(self.token + self.cluster_key, digest_size=PROOF_BYTES, person=b"kvbaton tcp key").digest()
+        first = keys_of(self.cluster_key)[0]
+        key = hashlib.blake2b(self.token + first, digest_size=PROOF_BYTES, person=b"kvbaton tcp key").digest()
         text = challenge + nonce + self.incarnation.encode()
         return hashlib.blake2b(text, digest_size=PROOF_BYTES, key=key, person=purpose).digest()
 

@@ -46,6 +46,8 @@ def _agent(dropped: Counter[str]) -> AgentStats:
         peers=2,
         handshakes_total=9,
         failed_certificate_loads_total=11,
+        cluster_key_loads_total=12,
+        failed_cluster_key_loads_total=13,
     )
 
 
@@ -62,6 +64,8 @@ def test_what_the_agents_have_counted_is_reported() -> None:
         "kvbaton_peers 2.0",
         "kvbaton_handshakes_total 9.0",
         "kvbaton_failed_certificate_loads_total 11.0",
+        "kvbaton_cluster_key_loads_total 12.0",
+        "kvbaton_failed_cluster_key_loads_total 13.0",
         'kvbaton_aux_fallbacks_total{cause="no free slot"} 5.0',
         "kvbaton_agent_errors_total 1.0",
         "kvbaton_agent_turns_total 10.0",

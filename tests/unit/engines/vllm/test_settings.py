@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvbaton.config import Limits
+from kvbaton.core.auth import keys_of
 from kvbaton.core.handoff import Integrity, Mode
 from kvbaton.engines.vllm.settings import ConnectorSettings, parse_settings
 from kvbaton.errors import ConfigError
@@ -105,7 +106,9 @@ def test_the_key_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_text("k" * 32)
     path.chmod(0o600)
-    assert parse_settings({"control_port": 1, "cluster_key_file": str(path)}).trust({}).key == b"k" * 32
+    key = parse_settings({"control_port": 1, "cluster_key_file": str(path)}).trust({}).key
+    assert key is not None
+    assert keys_of(key) == (b"k" * 32,)
     assert parse_settings({"control_port": 1}).trust({"KVBATON_CLUSTER_KEY": "e" * 32}).key == b"e" * 32
 
 

@@ -20,12 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.agent.channel import Channel, ChannelClosed, ChannelStuck, channel_pair
+from kvbaton.core.auth import ClusterKey
 from kvbaton.core.handoff import BlockLists
 from kvbaton.engines.embedded.model import TokenSpan, Written
 from kvbaton.engines.embedded.shaped import rank_messages
 from kvbaton.engines.embedded.shaped.blueprint import WHOLE, Blueprint, Cut
 from kvbaton.engines.embedded.shaped.memory import group_specs, lists_of
-from kvbaton.engines.embedded.shaped.rank_messages import GroupSettings, Links, RankSetup, rank_name
+from kvbaton.engines.embedded.shaped.rank_messages import GroupSettings, Links, RankKey, RankSetup, rank_name
 from kvbaton.errors import Bug, LocalError
 
 __all__ = ["RankGroup", "RankLost", "RemoteCache", "RemoteModel"]
@@ -74,7 +75,7 @@ class _Rank:
 class RankGroup:
     """All rank processes of one instance. `lost` is called once, from a thread of the group, when one of them has died."""
 
-    def __init__(self, settings: GroupSettings, lost: Callable[[str], None], cluster_key: bytes = b"") -> None:
+    def __init__(self, settings: GroupSettings, lost: Callable[[str], None], cluster_key: ClusterKey = b"") -> None:
         self.settings = settings
         self._lost = lost
         self._problem = ""
@@ -250,7 +251,7 @@ class RemoteCache:
         self._group.poison(blocks)
 
 
-def _start_ranks(settings: GroupSettings, cluster_key: bytes) -> list[_Rank]:
+def _start_ranks(settings: GroupSettings, cluster_key: ClusterKey) -> list[_Rank]:
     """Start one process per rank, each with its ends of the sockets; the leader closes its copies of those ends."""
     cuts = settings.cuts
     sockets: dict[int, dict[str, list[socket.socket]]] = {cut.rank: {} for cut in cuts}
@@ -290,7 +291,7 @@ def _join(sockets: dict[int, dict[str, list[socket.socket]]], one: tuple[int, st
 
 
 def _start_rank(
-    settings: GroupSettings, cut: Cut, ends: dict[str, list[socket.socket]], cluster_key: bytes
+    settings: GroupSettings, cut: Cut, ends: dict[str, list[socket.socket]], cluster_key: ClusterKey
 ) -> subprocess.Popen[bytes]:
     numbers = {name: tuple(end.fileno() for end in named) for name, named in ends.items()}
     links = Links(
@@ -311,11 +312,11 @@ def _start_rank(
     return process
 
 
-def _send_key(process: subprocess.Popen[bytes], cluster_key: bytes) -> None:
+def _send_key(process: subprocess.Popen[bytes], cluster_key: ClusterKey) -> None:
     """Write the key to a pipe that only the process reads; it fits the buffer. The watcher reports a dead process."""
     assert process.stdin is not None  # noqa: S101
     with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
-        pipe.write(cluster_key)
+        pipe.write(msgspec.json.encode(RankKey.of(cluster_key)))
 
 
 def _end(process: subprocess.Popen[bytes], until: float) -> None:

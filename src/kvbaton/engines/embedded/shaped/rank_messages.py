@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from kvbaton.config import parse_trust
+from kvbaton.config import KeyFile, parse_trust
+from kvbaton.core.auth import ClusterKey
 from kvbaton.core.card import Endpoint
 from kvbaton.core.handoff import Executor, Incarnation
 from kvbaton.core.layout import Layout
@@ -18,6 +19,7 @@ from kvbaton.engines.embedded.model import TokenSpan
 from kvbaton.engines.embedded.shaped.blueprint import Cut
 from kvbaton.engines.embedded.shaped.drops import dropping
 from kvbaton.engines.embedded.shaped.memory import CACHE_DTYPES
+from kvbaton.errors import Bug
 from kvbaton.transport.base import Transport, TransportSettings
 from kvbaton.transport.choose import open_transport
 from kvbaton.wire.tls import cluster_tls
@@ -29,6 +31,7 @@ __all__ = [
     "Links",
     "Poison",
     "Poisoned",
+    "RankKey",
     "RankReady",
     "RankReply",
     "RankSetup",
@@ -44,6 +47,29 @@ __all__ = [
     "rank_name",
     "to_wire",
 ]
+
+
+class RankKey(msgspec.Struct, frozen=True):
+    """The cluster key of a rank process; the one of a file is followed by each process on its own."""
+
+    fixed: bytes = b""
+    file: str = ""
+
+    def __repr__(self) -> str:
+        return f"RankKey({self.file})"
+
+    @classmethod
+    def of(cls, key: ClusterKey) -> RankKey:
+        """What to send of a key."""
+        if isinstance(key, bytes):
+            return cls(fixed=key)
+        if isinstance(key, KeyFile):
+            return cls(file=str(key.path))
+        raise Bug(f"{key} cannot be followed by another process")
+
+    def key(self) -> ClusterKey:
+        """What was sent. Raises ConfigError for a file that cannot be used."""
+        return KeyFile(Path(self.file)) if self.file else self.fixed
 
 
 class Links(msgspec.Struct, frozen=True):
@@ -183,7 +209,7 @@ def from_wire(span: WireSpan) -> TokenSpan:
     return TokenSpan(np.array(span.token_ids, np.int32), span.start, np.array(span.blocks, np.int32))
 
 
-def open_rank_transport(settings: RankTransport, cache: RegionCache, cluster_key: bytes) -> Transport:
+def open_rank_transport(settings: RankTransport, cache: RegionCache, cluster_key: ClusterKey) -> Transport:
     """Open it; it moves nothing of what `settings.drop` names."""
     transport_settings = TransportSettings(
         incarnation=settings.incarnation,

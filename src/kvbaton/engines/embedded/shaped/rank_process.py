@@ -142,7 +142,7 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setup = msgspec.json.decode(arguments[0], type=RankSetup)
     group, cut, links = setup.group, setup.cut, setup.links
-    cluster_key = sys.stdin.buffer.read()
+    cluster_key = msgspec.json.decode(sys.stdin.buffer.read(), type=rank_messages.RankKey).key()
     blueprint = find_blueprint(group.model)
     weights = make_weights(blueprint)
     collectives = _collectives(links, cut, group.step_s)
