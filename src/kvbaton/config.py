@@ -31,6 +31,8 @@ __all__ = [
     "CLUSTER_KEY_VARIABLE",
     "DEFAULT_HANDOFF",
     "HTTP_KEY_HEADER",
+    "KEYED_METRICS",
+    "NO_KEY_FOR_METRICS",
     "AllowList",
     "HandoffSettings",
     "HttpTokens",
@@ -59,6 +61,16 @@ HTTP_KEY_HEADER = "x-kvbaton-key"
 
 CLIENT_HEADER = "x-kvbaton-client"
 """The HTTP header in which a router with the cluster key names the client of a request: instances give each its turns."""
+
+KEYED_METRICS = (
+    f"metrics are for holders of the cluster key here; send its token in the header {HTTP_KEY_HEADER}, or as a bearer token"
+)
+"""What a scrape without the token is answered."""
+
+NO_KEY_FOR_METRICS = (
+    f"keyed_metrics is set, and there is no cluster key; give one with --cluster-key-file or {CLUSTER_KEY_VARIABLE}"
+)
+"""Why a start is refused."""
 
 _MAX_KEY_BYTES = 4096
 _MOST_KEYS = 8

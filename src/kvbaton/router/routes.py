@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
+from kvbaton.config import HTTP_KEY_HEADER, KEYED_METRICS, HttpTokens
 from kvbaton.discovery.messages import InstanceType, Registration
 from kvbaton.discovery.registry import Registry
 from kvbaton.errors import PeerError
@@ -36,6 +37,7 @@ _PAGE_HEADERS = {"Cache-Control": "no-cache", "Content-Security-Policy": _PAGE_P
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _MODELS_TIMEOUT_S = 10.0
 _MODELS_BYTES = 4 * 1024 * 1024
+_KEY_HEADER = HTTP_KEY_HEADER.encode()
 _RETRY_AFTER = {"Retry-After": "2"}
 _OPEN_TO_ALL = frozenset(("/health", "/ready", "/readiness", "/metrics", "/"))
 _DESCRIBED = (
@@ -66,6 +68,7 @@ class HttpRoutes:
         self._hosts = AllowedHosts(self._settings.host, self._settings.allow_hosts)
         self._shows_details = self._settings.shows_details
         self._keys = [key.encode() for key in self._settings.api_keys]
+        self._tokens = HttpTokens(self._settings.cluster_key)
         self._tasks: set[asyncio.Task[None]] = set()
         self._pages: dict[str, Page] = {
             "/v1/models": self._models,
@@ -84,6 +87,9 @@ class HttpRoutes:
             refusal = self._hosts.refusal(path, headers)
             if refusal is not None:
                 return error_response(403, refusal, code="host_not_allowed")
+        if path == "/metrics" and self._settings.keyed_metrics and not self._has_token(headers):
+            self._metrics.add("unauthorized")
+            return error_response(401, KEYED_METRICS, code="missing_cluster_key", headers={"WWW-Authenticate": "Bearer"})
         if not self._keys or path in _OPEN_TO_ALL or path.startswith("/page/") or self._has_key(headers):
             return None
         self._metrics.add("unauthorized")
@@ -137,6 +143,10 @@ class HttpRoutes:
     def _has_key(self, headers: Mapping[bytes, bytes]) -> bool:
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         return scheme.lower() == b"bearer" and any(hmac.compare_digest(given.strip(), key) for key in self._keys)
+
+    def _has_token(self, headers: Mapping[bytes, bytes]) -> bool:
+        key, authorization = (headers.get(name, b"").decode("latin-1") for name in (_KEY_HEADER, b"authorization"))
+        return self._tokens.are_carried(key, authorization)
 
     async def _models(self, request: HttpRequest) -> Response:
         live = self._registry.live(self._clock())

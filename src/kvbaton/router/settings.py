@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-from kvbaton.config import CLIENT_HEADER, HTTP_KEY_HEADER
+from kvbaton.config import CLIENT_HEADER, HTTP_KEY_HEADER, NO_KEY_FOR_METRICS
 from kvbaton.core.auth import ClusterKey
 from kvbaton.discovery.messages import TransferMode
 from kvbaton.errors import ConfigError
@@ -48,6 +48,8 @@ class RouterOptions:
     show_details
         show clients which instances served them, how many prompt tokens were cached, timelines, /instances and /handoffs. By
         default only without API keys: with keys, one client could learn what another has sent.
+    keyed_metrics
+        /metrics only for holders of the cluster key: its token in the header x-kvbaton-key, or as a bearer token.
     prefill_policy
         how the prefill instance is chosen: in turn, the one with the fewest requests, or the one that has seen the prompt's
         beginning (or the client's `X-Session-Id`) before.
@@ -88,6 +90,7 @@ class RouterOptions:
     instances_file: Path | None = None
     processes: int = 1
     show_details: bool | None = None
+    keyed_metrics: bool = False
     prefill_policy: PolicyName = "least_loaded"
     decode_policy: PolicyName = "least_loaded"
     max_per_prefill: int = 0
@@ -163,6 +166,8 @@ class RouterSettings(RouterOptions):
         return not self.api_keys if self.show_details is None else self.show_details
 
     def __post_init__(self) -> None:
+        if self.keyed_metrics and self.cluster_key is None:
+            raise ConfigError(NO_KEY_FOR_METRICS)
         for name in ("port", "discovery_port"):
             value = getattr(self, name)
             if not 0 < value < 65536:

@@ -22,8 +22,11 @@ from router_fakes import (
     wait_for_ever,
 )
 
+from kvbaton.config import HTTP_KEY_HEADER, http_token
 from kvbaton.discovery.messages import Dispatch, TransferMode
+from kvbaton.errors import ConfigError
 from kvbaton.router.dispatch import Dispatcher
+from kvbaton.router.settings import RouterSettings
 
 READ, WRITE = TransferMode.READ, TransferMode.WRITE
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 16}
@@ -231,6 +234,27 @@ async def test_keys_are_asked_for_and_not_passed_on() -> None:
         assert await router.metric("kvbaton_router_unauthorized_total") == 9
     for seen in (*p.seen, *d.seen):
         assert seen.headers["authorization"] == "Bearer theirs"
+
+
+@run
+async def test_metrics_are_for_holders_of_the_cluster_key_where_that_is_set() -> None:
+    key = b"a key of the cluster"
+    token = http_token(key)
+
+    async def status(router: Router, headers: dict[str, str]) -> int:
+        async with router.client.get("/metrics", headers=headers) as answer:
+            return answer.status
+
+    async with routing(cluster_key=key, keyed_metrics=True, api_keys=("secret",)) as router:
+        wrong: tuple[dict[str, str], ...] = ({}, {HTTP_KEY_HEADER: "x"}, {HTTP_KEY_HEADER: http_token(b"another key here")})
+        for headers in (*wrong, {"Authorization": "Bearer secret"}):
+            assert await status(router, headers) == 401
+        for headers in ({HTTP_KEY_HEADER: token}, {"Authorization": f"Bearer {token}"}):
+            assert await status(router, headers) == 200
+    async with routing(cluster_key=key) as router:
+        assert await status(router, {}) == 200
+    with pytest.raises(ConfigError, match="keyed_metrics is set, and there is no cluster key"):
+        RouterSettings(keyed_metrics=True)
 
 
 @run

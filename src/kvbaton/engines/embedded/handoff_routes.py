@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 from aiohttp import web
 
-from kvbaton.config import CLIENT_HEADER, HTTP_KEY_HEADER, HttpTokens, Trust
+from kvbaton.config import CLIENT_HEADER, HTTP_KEY_HEADER, KEYED_METRICS, HttpTokens, Trust
 from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.handoff import MAX_TRANSFER_ID, RequestId
 from kvbaton.engines.embedded.http_errors import HttpError
@@ -60,6 +60,11 @@ class HandoffAccess:
         if not self.has_key(http):
             what = f"{http.method} {http.path} acts on hand-offs, and this instance has a cluster key"
             raise _no_key(f"{what}; send its token in the header {HTTP_KEY_HEADER}, as kvbaton's router does")
+
+    def check_metrics(self, http: web.Request) -> None:
+        """Raise HttpError unless the request may read metrics that are for holders of the key only."""
+        if not self.has_key(http):
+            raise _no_key(KEYED_METRICS)
 
     def check_dial(self, http: web.Request, params: TargetParams) -> None:
         """Raise HttpError unless the source may be dialled for the request."""

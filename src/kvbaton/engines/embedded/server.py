@@ -18,7 +18,7 @@ import orjson
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 
-from kvbaton.config import Trust
+from kvbaton.config import NO_KEY_FOR_METRICS, Trust
 from kvbaton.engines.embedded.declined import declined_requests
 from kvbaton.engines.embedded.handoff_routes import HandoffAccess, HandoffRoutes
 from kvbaton.engines.embedded.http_errors import BUG_MESSAGE, HttpError, error_body, errors_as_json, to_http_error
@@ -47,7 +47,7 @@ from kvbaton.engines.handoff_params import (
     read_params,
     size_doubt,
 )
-from kvbaton.errors import BadRequest, KVBatonError
+from kvbaton.errors import BadRequest, ConfigError, KVBatonError
 from kvbaton.observe.timelines import Timelines
 from kvbaton.wire.log_limit import LogLimit
 from kvbaton.wire.tls import ClusterTls
@@ -92,6 +92,8 @@ def make_app(
     `agent`, where there are hand-offs, is read at each scrape of the metrics.
     `timelines`, where hand-offs are noted, are served at /handoffs. With the key of `trust`, only its holders act on hand-offs.
     """
+    if settings.keyed_metrics and trust.key is None:
+        raise ConfigError(NO_KEY_FOR_METRICS)
     access = HandoffAccess(trust, None if handoff is None else SourceCheck(trust, handoff.control_address))
     handoffs = HandoffRoutes(engine, timelines, access)
     registry = make_registry(engine.stats, agent)
@@ -168,7 +170,9 @@ class _Handlers:
     async def health(self, http: web.Request) -> web.Response:  # noqa: ARG002
         return _json(orjson.dumps({"status": "ok", "role": self._role, "model": self._served_model}))
 
-    async def metrics(self, http: web.Request) -> web.Response:  # noqa: ARG002
+    async def metrics(self, http: web.Request) -> web.Response:
+        if self._settings.keyed_metrics:
+            self._access.check_metrics(http)
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": _METRICS_TYPE})
 
     async def _read(self, http: web.Request, kind: type[Body], check: Check[Body]) -> ApiRequest:

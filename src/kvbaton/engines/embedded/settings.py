@@ -55,6 +55,8 @@ class HttpSettings:
     show_details
         whether responses show cached tokens, timings and addresses, from which a client learns about others; by default not
         where KVBATON_API_KEY or KVBATON_INSTANCE_API_KEY is set.
+    keyed_metrics
+        /metrics only for holders of the cluster key: its token in the header x-kvbaton-key, or as a bearer token.
     """
 
     max_prompt_bytes: int = 0
@@ -62,6 +64,7 @@ class HttpSettings:
     max_body_bytes: int = 0
     max_request_sequences: int = 256
     show_details: bool | None = None
+    keyed_metrics: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_prompt_bytes", "max_request_bytes", "max_body_bytes"):

@@ -17,6 +17,7 @@ from kvbaton.core.handoff import Incarnation, RequestId
 from kvbaton.engines.embedded.request import FinishReason, GenerationRequest, Sampling, TokenOutput
 from kvbaton.engines.embedded.settings import HttpSettings
 from kvbaton.engines.embedded.submission import Submission
+from kvbaton.errors import ConfigError
 from kvbaton.observe.records import InstanceInfo
 from kvbaton.observe.timelines import Timelines
 
@@ -87,6 +88,24 @@ def test_without_a_cluster_key_nothing_is_required() -> None:
             return await acted(client, {})
 
     assert run(work()) == [200, 404, 200, 200, 200]
+
+
+@pytest.mark.parametrize("is_keyed", [True, False])
+def test_metrics_are_for_holders_of_the_key_where_that_is_set(is_keyed: bool) -> None:
+    async def work() -> list[int]:
+        async with serving(ScriptedEngine(), trust=KEYED, settings=HttpSettings(keyed_metrics=is_keyed)) as client:
+            return [(await client.send("GET", "/metrics", headers)).status for headers in (*NOT_KEYS, TOKEN)]
+
+    assert run(work()) == [401 if is_keyed else 200] * len(NOT_KEYS) + [200]
+
+
+def test_metrics_for_holders_of_no_key_are_refused_at_the_start() -> None:
+    async def work() -> None:
+        async with serving(ScriptedEngine(), settings=HttpSettings(keyed_metrics=True)):
+            pass
+
+    with pytest.raises(ConfigError, match="keyed_metrics is set, and there is no cluster key"):
+        run(work())
 
 
 def test_an_address_on_the_allow_list_needs_no_token() -> None:
