@@ -31,11 +31,12 @@ ray = pytest.importorskip("ray", reason="run by `make test-ray`")
 from ray import serve  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(2400)]
 
 REQUESTS = 1000
 CLIENTS = 12
-WAIT_S = 240.0
+WAIT_S = 600.0
+"""Three instances of each kind start one after another: on two cores that others use, 240 s were too few."""
 HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 """Ray replaces 127.0.0.1 by the address of the machine."""
 APP = "kvbaton"
@@ -123,7 +124,9 @@ def served(port: int, settings: RaySettings) -> Iterator[Served]:
         left = running.processes("router", "prefill", "decode")
         yield running
     finally:
-        serve.delete(APP)
+        # Serve's own wait ends after 60 s, and replicas may drain for as long; what is left of one test would fail the next.
+        serve.delete(APP, _blocking=False)
+        wait_until(lambda: APP not in serve.status().applications, "the application is deleted", WAIT_S)
     wait_until(lambda: not any(map(is_running, left)), "the processes of the last replicas have ended")
     assert [each for each in running.listened if _listens(*each)] == []
 
