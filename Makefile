@@ -34,7 +34,7 @@ define full
 endef
 
 .PHONY: help up test test-sim test-e2e test-compat test-matrix test-vllm test-sglang test-sim-full test-e2e-full \
-	test-matrix-full test-vllm-full test-vllm-shapes test-sglang-full test-ray test-attacks-full test-mutants test-mori peers check format bench \
+	test-matrix-full test-vllm-full test-vllm-shapes test-sglang-full test-ray test-attacks-full test-mutants test-mori peers watchers check format bench \
 	bench-wire diagrams clean
 .DEFAULT_GOAL := help
 
@@ -52,6 +52,7 @@ help:
 	@echo "make test-vllm    real vLLM servers on CPUs (the first time: 3 GB to install)"
 	@echo "make test-sglang  real SGLang servers on CPUs (the first time: 2.5 GB to install)"
 	@echo "make peers        install what test-compat, test-vllm and test-sglang run against, ahead of time"
+	@echo "make watchers     install Chromium and Prometheus from Debian, as root: without them test-e2e skips the page and the board"
 	@echo
 	@echo "make test-ray     Ray Serve on three Ray nodes of this machine (the first time: 250 MB to install); the log is kept in benchmarks/"
 	@echo
@@ -154,6 +155,9 @@ peers: export PIP_NO_COMPILE = 0
 peers: $(VENV)-movers/.installed
 	@$(BIN)/python tools/install_peers.py
 
+watchers:
+	@$(PYTHON) tools/install_watchers.py
+
 test-sim-full: $(VENV)/.installed-dev
 	$(call full,sim-full,sim,$(call marked,sim),3000)
 
@@ -175,7 +179,7 @@ test-vllm-shapes: $(VENV)/.installed-dev
 
 test-ray: PYTEST = $(IN_RAY) -m pytest
 test-ray: $(VENV)/.installed-dev
-	$(call full,ray,ray,$(call marked,ray),900)
+	$(call full,ray,ray,$(call marked,ray),2400)
 
 # 250,000 frames of each of the four classes: 10^6 on each port.
 test-attacks-full: export KVBATON_ATTACK_FRAMES = 250000
