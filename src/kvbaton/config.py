@@ -298,8 +298,10 @@ def parse_trust(
     Raises ConfigError that names the setting and never shows the key.
     """
     key: ClusterKey | None = None
-    if key_file is not None:
+    if key_file is not None and key_file.is_file():
         key = KeyFile(key_file, warns=True)
+    elif key_file is not None:
+        key = _read_once(key_file)
     elif environment is not None and CLUSTER_KEY_VARIABLE in environment:
         key = _checked_key(os.fsencode(environment[CLUSTER_KEY_VARIABLE]), CLUSTER_KEY_VARIABLE)
     networks: list[_Network] = []
@@ -329,8 +331,6 @@ class KeyFile:
         self._lock = threading.Lock()
         self._stamp = _stamp(path)
         self._keys = _read_keys(path, warns=warns)
-        # A pipe can be read once: there is nothing to follow.
-        self._is_followed = self._stamp is not None
         self._look_at = clock() + _LOOK_S
         self._loads_total = self._failed_loads_total = 0
 
@@ -361,7 +361,7 @@ class KeyFile:
 
     def _follow(self) -> None:
         stamp = _stamp(self.path)
-        if stamp == self._stamp or not self._is_followed:
+        if stamp == self._stamp:
             return
         self._stamp = stamp
         try:
@@ -375,6 +375,16 @@ class KeyFile:
         log.info("the cluster keys of %s were read again: there are %d now, of which the first signs", self.path, len(keys))
         self._loads_total += 1
         self._keys = keys
+
+
+def _read_once(path: Path) -> bytes:
+    """The key of a pipe, which cannot be followed, nor read by another process."""
+    first, *others = _read_keys(path, warns=False)
+    if others:
+        raise ConfigError(
+            f"--cluster-key-file {str(path)!r} is no file, and holds {1 + len(others)} keys; give a file, or one key"
+        )
+    return first
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

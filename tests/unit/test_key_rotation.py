@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from kvbaton.agent.sockets import ControlSockets, Dropped
-from kvbaton.config import HTTP_KEY_HEADER, HttpTokens, KeyFile, Trust, http_token
+from kvbaton.config import HTTP_KEY_HEADER, HttpTokens, KeyFile, Trust, http_token, parse_trust
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.auth import ClusterKey, Seal, Session
 from kvbaton.core.handoff import Incarnation, TransferId
@@ -132,6 +132,20 @@ class TestFile:
         clock.now = 4.0
         assert keys.current() == (OLD,)
         assert keys.failed_loads_total() == 1
+
+    def test_a_pipe_is_read_once_and_its_key_stays(self) -> None:
+        for content in (OLD + b"\n", OLD + b"\n" + NEW + b"\n"):
+            ours, theirs = os.pipe()
+            os.write(theirs, content)
+            os.close(theirs)
+            try:
+                if NEW in content:
+                    with pytest.raises(ConfigError, match="is no file, and holds 2 keys"):
+                        parse_trust(Path(f"/dev/fd/{ours}"))
+                else:
+                    assert parse_trust(Path(f"/dev/fd/{ours}")).key == OLD
+            finally:
+                os.close(ours)
 
     def test_another_process_gets_the_file_and_not_its_keys(self, file: Path) -> None:
         sent = RankKey.of(KeyFile(file))
