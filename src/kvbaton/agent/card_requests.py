@@ -16,11 +16,13 @@ from kvbaton.config import Limits
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.card import Card
+from kvbaton.core.handoff import Incarnation
 from kvbaton.core.messages import Hello
 
 __all__ = ["CardRequests", "is_answer_after"]
 
 _MAX_DIALLED = 4096
+_MAX_ASKED_BACK = 1024
 
 
 def is_answer_after(asked: int, answers: int | None) -> bool:
@@ -45,6 +47,7 @@ class CardRequests:
         self._clock = clock
         self._control = control
         self._dialled: BoundedMap[ControlAddress, _Dial] = BoundedMap(_MAX_DIALLED)
+        self._asked_back_at: BoundedMap[Incarnation, float] = BoundedMap(_MAX_ASKED_BACK)
         self._hang_up_at = clock()
         self.asked = 0
         """The number of the last question."""
@@ -64,6 +67,20 @@ class CardRequests:
         hello = self.ask()
         self._dialled[address] = _Dial(now, self.asked)
         self._control.dial(address, hello)
+
+    def ask_back(self, peer: Incarnation) -> None:
+        """Ask a peer that has sent something, and whose card is not known, for its card.
+
+        Not for each of its frames: it answers every question with its card and with all that it waits for.
+        """
+        now, earlier = self._clock(), self._asked_back_at.get(peer)
+        if earlier is None or now - earlier >= self._limits.retry / 2:
+            self._asked_back_at[peer] = now
+            self._control.send(peer, self.ask())
+
+    def on_card_of(self, peer: Incarnation) -> None:
+        """The card of a peer has come: if it is forgotten once more, it is asked for at once."""
+        self._asked_back_at.pop(peer, None)
 
     def on_answer(self, address: ControlAddress) -> None:
         """A peer at `address` has answered, or there is none."""

@@ -264,7 +264,7 @@ class Coordinator:
                 self.source.on_stop(sender, message)
                 return
             self.dropped_total["from an unknown peer"] += 1
-            self._control.send(sender, self.target.card_requests.ask())
+            self.target.card_requests.ask_back(sender)
         elif isinstance(message, Refused):
             self.target.on_refused(sender, message)
         else:
@@ -431,6 +431,7 @@ class Coordinator:
             if via is not None:
                 self.target.on_refused_peer(via, str(error), sender)
             return
+        self.target.card_requests.on_card_of(sender)
         if hello.wants_answer:
             # It did not know us, so it has dropped what we sent it before. The card goes first, or it would drop that again.
             self._control.send(hello.card.incarnation, Hello(self.card, wants_answer=False, answers=hello.question))

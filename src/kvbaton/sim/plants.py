@@ -223,6 +223,14 @@ class _LateCard(Coordinator):
         return None
 
 
+class _AsksForEveryFrame(Coordinator):
+    """Asks an unknown peer for its card with each of its frames, and gets everything again each time."""
+
+    def on_frame(self, envelope: Envelope, via: ControlAddress | None) -> None:
+        self.target.card_requests.on_card_of(envelope.sender)
+        super().on_frame(envelope, via)
+
+
 class _LateGrant(SourceSide):
     """Does not use grant numbers up: a grant that is delivered again later starts its hand-off again."""
 
@@ -660,6 +668,8 @@ def _plants() -> Iterator[tuple[str, str, str, Bugs]]:
     left = _sides(target=_ReleaseLeftToHeartbeats)
     yield "release-left-to-heartbeats", "release not sent when delivered", "prompt", left
     yield "no-backoff", "questions repeated without a wait", "no needless message", _sides(target=_NoBackoff)
+    every_frame = Bugs(coordinator=_AsksForEveryFrame)
+    yield "asks-for-every-frame", "card asked for with every frame", "no needless message", every_frame
     yield "grant-not-repeated", "grant that comes again ignored", "taken", _sides(source=_GrantNotRepeated)
     any_number = _sides(target=_RefusalOfAnyNumber)
     yield "refusal-of-any-number", "refusal of another number taken", "left alone", any_number

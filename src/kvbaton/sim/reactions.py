@@ -7,6 +7,7 @@ here from the records alone, without the guards of the product.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from kvbaton.agent.coordinator import Coordinator
@@ -41,7 +42,7 @@ _RENEWED = frozenset({TargetState.GRANTED, TargetState.FILLING})
 _EARLY = frozenset({SourceState.PARKED, SourceState.QUEUED, SourceState.HELD})
 _SMALL_S = 1e-6
 
-TAKEN, LEFT_ALONE = "taken", "left alone"
+TAKEN, LEFT_ALONE, NEEDLESS = "taken", "left alone", "no needless message"
 
 Broken = tuple[str, str] | None
 """The rule that did not hold, and what was seen."""
@@ -96,18 +97,22 @@ class Reactions:
         self._clock = clock
         self._limits = vars(coordinator)["_limits"]
         self._ranks = len(coordinator.card.ranks)
+        self._asked_back_at: dict[Incarnation, float] = {}
+        """When each peer that is not known was last asked for its card."""
         self._declined: set[TransferId] = set()
         """What was ever declined here: such a hand-off may be asked for again, and its earlier end is no answer then."""
 
     def expect(self, envelope: Envelope) -> Check:
         """What has to hold when a frame that has just arrived was handled."""
         sender, message = envelope.sender, envelope.message
-        if isinstance(message, Hello) or (isinstance(message, Refused) and message.key is None):
+        if isinstance(message, Hello):
+            return self._on_card(sender)
+        if isinstance(message, Refused) and message.key is None:
             return _nothing
         is_for_us = envelope.recipient in ("", self._coordinator.card.incarnation)
-        if not is_for_us or sender not in vars(vars(self._coordinator)["_peers"])["_cards"]:
+        if not is_for_us or not self._is_known(sender):
             is_decline = is_for_us and isinstance(message, Stop) and not message.grant
-            return _nothing if is_decline else self._asked_back(message)
+            return _nothing if is_decline else self._asked_back(sender, message, is_for_us)
         match message:
             case Grant():
                 return self._on_grant(sender, message)
@@ -122,13 +127,34 @@ class Reactions:
             case _:
                 return self._on_source_message(sender, message)
 
-    def _asked_back(self, message: Message) -> Check:
-        """From a peer that is not known, or for another incarnation: the card is sent, and nothing else is done."""
-        key = getattr(message, "key", None)
+    def _is_known(self, peer: Incarnation) -> bool:
+        return peer in vars(vars(self._coordinator)["_peers"])["_cards"]
+
+    def _on_card(self, sender: Incarnation) -> Check:
+        def check(sent: list[Message]) -> Broken:
+            del sent
+            if self._is_known(sender):
+                self._asked_back_at.pop(sender, None)
+            return None
+
+        return check
+
+    def _asked_back(self, sender: Incarnation, message: Message, is_for_us: bool) -> Check:
+        """From a peer that is not known, or for another incarnation: the card is sent, and nothing else is done.
+
+        A peer is not asked for its card by each of its frames: it answers with everything that it waits for.
+        """
+        key, now = getattr(message, "key", None), self._clock()
         unchanged = _nothing if key is None else self._unchanged(key, message)
+        is_asked = is_for_us and now - self._asked_back_at.get(sender, -math.inf) < self._limits.retry / 2
+        if is_for_us and not is_asked:
+            self._asked_back_at[sender] = now
 
         def check(sent: list[Message]) -> Broken:
-            if not any(isinstance(each, Hello) for each in sent):
+            has_card = any(isinstance(each, Hello) for each in sent)
+            if has_card and is_asked:
+                return NEEDLESS, f"{sender} is asked for its card again by {message}"
+            if not has_card and not is_asked:
                 return TAKEN, f"no card was sent in answer to {message}"
             return unchanged(sent)
 

@@ -8,6 +8,7 @@ from agent_rig import LIMITS, Clock, Post, card_of
 
 from kvbaton.agent.card_requests import CardRequests, is_answer_after
 from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.handoff import Incarnation
 from kvbaton.core.messages import Hello
 
 HERE, THERE = ControlAddress.of("127.0.0.1", 1), ControlAddress.of("127.0.0.1", 2)
@@ -84,3 +85,25 @@ def test_an_address_that_nothing_needs_is_dialled_no_longer() -> None:
     rig.requests.hang_up(set())
     assert rig.post.hung_up == [HERE, THERE]
     assert rig.requests.next_deadline() is None
+
+
+def test_an_unknown_peer_is_asked_once_however_much_it_sends_and_again_when_it_does_not_answer() -> None:
+    rig = Rig()
+    for _ in range(50):
+        rig.requests.ask_back(Incarnation("s1"))
+    rig.requests.ask_back(Incarnation("s2"))
+    assert rig.asked() == [("s1", 1), ("s2", 2)]
+    rig.clock.now += LIMITS.retry / 2 - 0.001
+    rig.requests.ask_back(Incarnation("s1"))
+    assert rig.asked() == []
+    rig.clock.now += 0.002
+    rig.requests.ask_back(Incarnation("s1"))
+    assert rig.asked() == [("s1", 3)]
+
+
+def test_a_peer_that_has_answered_and_is_forgotten_once_more_is_asked_at_once() -> None:
+    rig = Rig()
+    rig.requests.ask_back(Incarnation("s1"))
+    rig.requests.on_card_of(Incarnation("s1"))
+    rig.requests.ask_back(Incarnation("s1"))
+    assert rig.asked() == [("s1", 1), ("s1", 2)]

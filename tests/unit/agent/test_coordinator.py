@@ -192,6 +192,27 @@ def test_an_unknown_peer_is_asked_for_its_card_before_its_messages_count(pair: P
     assert [type(message) for message in pair.target.sent] == [Hello]
 
 
+def test_a_forgotten_peer_is_asked_for_its_card_once_for_all_its_frames(pair: Pair) -> None:
+    """Each question makes it send everything again that it waits for; its card ends that."""
+    pair.target.routes[Incarnation("s1")] = pair.source.address
+    frame = decode(encode(Incarnation("s1"), "t1", Stop(KEY, 1, Outcome.FAILED)))
+    for _ in range(20):
+        pair.target.coordinator.on_frame(frame, None)
+    assert pair.target.coordinator.dropped_total["from an unknown peer"] == 20
+    assert [type(message) for message in pair.target.sent] == [Hello]
+    refused = encode(Incarnation("s1"), "", Hello(card_of("s1", fingerprint="another model"), wants_answer=False))
+    pair.target.coordinator.on_frame(decode(refused), None)
+    pair.target.coordinator.on_frame(frame, None)
+    assert [type(message) for message in pair.target.sent] == [Hello]
+    card = encode(Incarnation("s1"), "", Hello(card_of("s1"), wants_answer=False))
+    pair.target.coordinator.on_frame(decode(card), None)
+    pair.target.coordinator.on_frame(frame, None)
+    assert pair.target.coordinator.dropped_total["from an unknown peer"] == 21
+    vars(pair.target.coordinator)["_peers"].forget(Incarnation("s1"))
+    pair.target.coordinator.on_frame(frame, None)
+    assert [type(message) for message in pair.target.sent].count(Hello) == 2
+
+
 def test_a_known_card_does_not_change(pair: Pair) -> None:
     pair.fetch()
     pair.net.deliver_all()
