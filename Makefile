@@ -34,7 +34,7 @@ define full
 endef
 
 .PHONY: help up test test-sim test-e2e test-compat test-matrix test-vllm test-sglang test-sim-full test-e2e-full \
-	test-matrix-full test-vllm-full test-vllm-shapes test-sglang-full test-ray test-attacks-full test-mutants test-mori peers watchers check format bench \
+	test-replay test-matrix-full test-vllm-full test-vllm-shapes test-sglang-full test-ray test-attacks-full test-mutants test-mori peers watchers check format bench \
 	bench-wire diagrams clean
 .DEFAULT_GOAL := help
 
@@ -60,6 +60,7 @@ help:
 	@echo "                  all cases of a suite instead of a sample; the log is kept in benchmarks/"
 	@echo "make test-mutants single changes of agent/ and core/, which the simulator or a unit test has to notice: hours; the report"
 	@echo "                  is kept in benchmarks/mutants"
+	@echo "make test-replay  fault schedules of the simulator on real processes: an hour; the log is kept in benchmarks/replay"
 	@echo "make test-vllm-shapes"
 	@echo "                  real vLLM servers of unequal shapes with every kind of cache: hours; the log is kept in benchmarks/"
 	@echo
@@ -110,6 +111,10 @@ test-mutants: $(VENV)/.installed-dev
 
 test-e2e: $(VENV)/.installed-dev
 	$(BIN)/pytest --sample -m e2e $(call marked,e2e) --durations 12 --timeout 900 $(ARGS)
+
+# An hour; `ARGS="--for-s 600 --seed 7"` for another time and other schedules.
+test-replay: $(VENV)/.installed-dev
+	$(BIN)/python tools/replay.py --for-s 3600 --log benchmarks/replay/$(shell uname -m)-$(shell nproc)core.json $(ARGS)
 
 test-matrix: $(VENV)/.installed-dev
 	$(BIN)/pytest --sample -m matrix $(call marked,matrix) --timeout 600 $(ARGS)

@@ -28,9 +28,9 @@ sys.path.append(str(Path(__file__).parents[1] / "tests" / "e2e"))
 
 from hosts import Host, Switch, can_have_two_hosts, hosts
 
-from kvbaton.bench.replay.house import House, Links, Place
+from kvbaton.bench.replay.house import House, HouseLinks, HousePlace
 from kvbaton.bench.replay.instance import PLANTS, ReplaySettings
-from kvbaton.bench.replay.run import Finding, Replay, Replayed, limits_for
+from kvbaton.bench.replay.run import SLACK_S, Finding, Replay, Replayed, limits_for
 from kvbaton.config import HandoffSettings
 from kvbaton.core.handoff import AuxChannel, Integrity
 from kvbaton.sim.script import Fault, FaultKind, Script, make_script
@@ -48,7 +48,7 @@ ROUNDS = ("local", "rank processes", "hosts")
 """How the instances of a round live."""
 
 
-class PacketLinks(Links):
+class PacketLinks(HouseLinks):
     """Links between hosts of their own, cut packet by packet."""
 
     def __init__(self, switch: Switch, places: dict[str, Host]) -> None:
@@ -82,7 +82,7 @@ def replayed_script(seed: int) -> Script:
 
 
 @contextmanager
-def _house(kind: str, number: int, names: list[str], scale: float, plant: str) -> Iterator[tuple[House, Links | None]]:
+def _house(kind: str, number: int, names: list[str], scale: float, plant: str) -> Iterator[tuple[House, HouseLinks | None]]:
     rng = random.Random(f"round {number}")
     integrity, aux_channel = rng.choice(list(Integrity)), rng.choice(list(AuxChannel))
     if plant == "drop-writes":
@@ -107,19 +107,28 @@ def _house(kind: str, number: int, names: list[str], scale: float, plant: str) -
         switch, (_, *made) = parts.enter_context(hosts(len(names)))
         switch.delay_s = _DELAY_S
         by_name = dict(zip(names, made, strict=True))
-        places = {name: Place(host.ipv4, tuple(host.named_command())) for name, host in by_name.items()}
+        places = {name: HousePlace(host.ipv4, tuple(host.named_command())) for name, host in by_name.items()}
         yield parts.enter_context(House(names, settings, plants, places)), PacketLinks(switch, by_name)
 
 
 def replay_round(
-    kind: str, number: int, names: list[str], seeds: Iterator[int], *, count: int, until: float, scale: float, plant: str = ""
+    kind: str,
+    number: int,
+    names: list[str],
+    seeds: Iterator[int],
+    *,
+    count: int,
+    until: float,
+    scale: float,
+    plant: str = "",
+    slack_s: float = SLACK_S,
 ) -> list[Replayed]:
     """One round of at most `count` scripts, until `until`; its last result also has what its end showed."""
     results: list[Replayed] = []
     with _house(kind, number, names, scale, plant) as (house, links):
         while len(results) < count and time.monotonic() < until:
             seed = next(seeds)
-            results.append(Replay(replayed_script(seed), house, links, scale, shift=seed).run())
+            results.append(Replay(replayed_script(seed), house, links, scale, shift=seed, slack_s=slack_s).run())
             last = results[-1]
             print(  # noqa: T201
                 f"{kind}, seed {seed}: {last.seconds:.1f} s, {last.delivered} of {last.requests} delivered, "

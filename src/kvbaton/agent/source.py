@@ -667,7 +667,10 @@ class SourceSide:
             if record is not None and record.target in (None, sender) and self._is_about(record, grant):
                 record.target = sender
                 self.renew_cap(record)
+                self.extend_lease(record, heartbeat.step_age_s)
                 self.step(record, SourceEvent.PEER_ALIVE)
+            elif record is not None and record.grant is None:
+                # Another target had claimed it, by the transfer id alone. While one of them waits, it lives on.
                 self.extend_lease(record, heartbeat.step_age_s)
             elif record is None and self._declined.withdraw(key):
                 # The engine has not asked for it yet; how an earlier hand-off of this key ended is no answer to this one.
@@ -763,15 +766,17 @@ class SourceSide:
         return record.state is not SourceState.STOPPING
 
     def _deadline(self, record: SourceRecord) -> float:
-        return record.capped_at if record.state is SourceState.QUEUED else min(record.lease_until, record.capped_at)
+        # Without a target nothing was promised to anyone, and there is no lease; a target that queues renews it by heartbeats.
+        is_alone = record.state is SourceState.QUEUED and record.target is None
+        return record.capped_at if is_alone else min(record.lease_until, record.capped_at)
 
     def _why_late(self, record: SourceRecord, now: float) -> str:
         if record.state is SourceState.QUEUED and record.target is None:
             return f"queued for {self._limits.queue_timeout:g} s (queue_timeout), and no target has granted it"
-        if record.state is SourceState.QUEUED:
-            return f"the target has granted nothing for {self._limits.hold_cap:g} s since its first heartbeat"
         if record.lease_until <= now:
             return f"no message from the target for {self._limits.defer_timeout:g} s while {record.state}"
+        if record.state is SourceState.QUEUED:
+            return f"the target has granted nothing for {self._limits.hold_cap:g} s since its first heartbeat"
         return f"no further for {self._limits.hold_cap:g} s while {record.state}, although the target is alive"
 
     def renew_cap(self, record: SourceRecord) -> None:

@@ -296,8 +296,12 @@ class Reactions:
         return check
 
     def _on_target_beat(self, sender: Incarnation, beat: Heartbeat) -> Check:
-        """What the target waits for lives on, what another one has is not touched, and an end is notified again."""
+        """What the target waits for lives on, what another one has is not touched, and an end is notified again.
+
+        Without a grant, a target has only claimed it: then every target that waits keeps it alive, and its owner stays.
+        """
         others: list[Check] = []
+        claimed: list[tuple[SourceRecord, Incarnation | None]] = []
         over: list[HandoffKey] = []
         renewed: list[SourceRecord] = []
         ends = set(self._source.ends())
@@ -307,7 +311,10 @@ class Reactions:
                 is_over = (sender, key, grant) in ends and key.transfer_id not in self._declined
                 over += [key] if is_over else []
             elif record.target not in (None, sender):
-                others.append(self._unchanged(key, beat))
+                if record.grant is None:
+                    claimed.append((record, record.target))
+                else:
+                    others.append(self._unchanged(key, beat))
             elif record.state is not SourceState.STOPPING and grant in (0, record.grant_number):
                 renewed.append(record)
         until = self._clock() - beat.step_age_s + self._limits.defer_timeout
@@ -319,6 +326,11 @@ class Reactions:
             for record in renewed:
                 if record.lease_until < until - _SMALL_S or record.target != sender:
                     return TAKEN, f"{record.key}: the lease is not extended by {beat}"
+            for record, owner in claimed:
+                if record.lease_until < until - _SMALL_S:
+                    return TAKEN, f"{record.key}: the lease is not extended by {beat}"
+                if record.target != owner:
+                    return LEFT_ALONE, f"{record.key} was claimed by {owner}, and now by {record.target}"
             return next(filter(None, (each(sent) for each in others)), None)
 
         return check

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from agent_rig import BLOCKS, LIMITS, card_of
-from test_source import KEY, T1, grant
+from test_source import KEY, T1, T2, grant
 from test_source import Rig as SourceRig
 from test_target import RANKS, S1
 from test_target import Rig as TargetRig
@@ -139,6 +139,52 @@ def test_a_target_that_queues_does_not_use_up_the_time_that_its_source_waits_for
     assert isinstance(ended, SourceEnded)
     assert ended.outcome is Outcome.EXPIRED, "heartbeats alone keep it no longer than the cap"
     assert f"granted nothing for {LIMITS.hold_cap:g} s" in ended.reason
+
+
+def test_time_has_nothing_to_say_to_a_source_that_stops() -> None:
+    """An alarm of an earlier state may ring: it is no event then, and not counted as one that came late."""
+    rig = SourceRig()
+    _stopping(rig)
+    assert rig.side.live[KEY].state is SourceState.STOPPING
+    rig.clock.now += 2 * LIMITS.hold_cap
+    rig.side.tick()
+    assert rig.side.live[KEY].state is SourceState.STOPPING
+    assert not rig.side.late_total
+
+
+def test_a_queued_source_does_not_wait_for_a_target_that_has_fallen_silent() -> None:
+    """It has sent a heartbeat, so it would send more while it waited: on another host, silence is all that shows its death."""
+    rig = SourceRig()
+    rig.expect()
+    rig.clock.now += LIMITS.defer_timeout + 1
+    rig.side.tick()
+    assert rig.take_events() == [], "without a target there is no lease"
+    rig.side.on_heartbeat(T1, Heartbeat(False, ((KEY, 0),)))
+    rig.clock.now += LIMITS.defer_timeout - 0.1
+    rig.side.tick()
+    assert rig.take_events() == [], "not too early"
+    rig.clock.now += 0.2
+    due_at = rig.side.next_deadline()
+    assert due_at is not None
+    assert due_at <= rig.clock.now, "its alarm is set for that"
+    rig.side.tick()
+    (ended,) = rig.take_events()
+    assert isinstance(ended, SourceEnded)
+    assert ended.outcome is Outcome.EXPIRED
+    assert ended.reason == f"no message from the target for {LIMITS.defer_timeout:g} s while queued"
+
+
+def test_a_target_that_only_claimed_a_queued_source_cannot_take_it_from_one_that_waits() -> None:
+    """Two clients may use one transfer id: a heartbeat has the id alone, and the first to send one may not be the target."""
+    rig = SourceRig()
+    rig.expect()
+    rig.side.on_heartbeat(T2, Heartbeat(False, ((KEY, 0),)))
+    for _ in range(4):
+        rig.clock.now += LIMITS.defer_timeout / 2
+        rig.side.on_heartbeat(T1, Heartbeat(False, ((KEY, 0),)))
+        rig.side.tick()
+    assert rig.take_events() == []
+    assert rig.side.live[KEY].state is SourceState.QUEUED
 
 
 def test_a_source_that_is_computed_on_and_on_lives_as_long_as_that() -> None:

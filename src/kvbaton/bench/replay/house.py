@@ -14,18 +14,18 @@ from typing import Any, Protocol, Self
 
 import msgspec
 
-from kvbaton.bench.replay.instance import HealAll, KnownPeer, RankProcess, ReplayProcess, ReplaySettings
+from kvbaton.bench.replay.instance import HealAll, PeerCame, RankStarted, ReplayProcess, ReplaySettings
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.errors import ConfigError, LocalError
 from kvbaton.launch.ports import PortPicker, check_port_free
 
-__all__ = ["Footprint", "House", "Links", "Place"]
+__all__ = ["ProcessHoldings", "House", "HouseLinks", "HousePlace"]
 
 _START_S = 60.0
 _END_S = 30.0
 
 
-class Links(Protocol):
+class HouseLinks(Protocol):
     """The network between places, where it can be cut: real packets, of messages and of data alike."""
 
     def cut(self, sender: str, receiver: str) -> None:
@@ -36,7 +36,7 @@ class Links(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class HousePlace:
     """Where an instance lives: the host to listen on, and the command that starts a process there."""
 
     host: str = "127.0.0.1"
@@ -44,14 +44,14 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Footprint:
+class ProcessHoldings:
     """What a process holds of the system."""
 
     descriptors: int
     threads: int
 
     @classmethod
-    def of(cls, pid: int) -> Footprint:
+    def of(cls, pid: int) -> ProcessHoldings:
         """That of a running process."""
         root = Path(f"/proc/{pid}")
         return cls(len(list((root / "fd").iterdir())), len(list((root / "task").iterdir())))
@@ -65,12 +65,12 @@ class House:
     settings: ReplaySettings
     plants: Mapping[str, str] = field(default_factory=dict)
     """Which instances are started with a mistake."""
-    places: Mapping[str, Place] = field(default_factory=dict)
+    places: Mapping[str, HousePlace] = field(default_factory=dict)
     processes: dict[str, ReplayProcess] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
     ranks: dict[str, int] = field(default_factory=dict)
     """The rank processes of instances that have one."""
-    footprints: dict[int, Footprint] = field(default_factory=dict)
+    footprints: dict[int, ProcessHoldings] = field(default_factory=dict)
     """What each process held when it was first idle."""
     is_known: set[str] = field(default_factory=set)
     """Who has reported itself to the others."""
@@ -96,11 +96,11 @@ class House:
 
     def address(self, name: str) -> str:
         """Where peers reach an instance, whether it lives or not."""
-        return str(ControlAddress.of(self.places.get(name, Place()).host, self.ports[name]))
+        return str(ControlAddress.of(self.places.get(name, HousePlace()).host, self.ports[name]))
 
     def start(self, name: str) -> None:
         """Start an instance; it reports itself later."""
-        place = self.places.get(name, Place())
+        place = self.places.get(name, HousePlace())
         settings = msgspec.structs.replace(
             self.settings, port=self.ports[name], host=place.host, plant=self.plants.get(name, "")
         )
@@ -144,7 +144,7 @@ class House:
             if process.is_up and name not in self.is_known:
                 self._introduce(name)
             for report in reports:
-                if isinstance(report, RankProcess):
+                if isinstance(report, RankStarted):
                     self.ranks[name] = report.pid
                 else:
                     yield name, report
@@ -180,5 +180,5 @@ class House:
         here = self.processes[name].here
         for other in self.is_known - {name}:
             there = self.processes[other].here
-            self.order(other, KnownPeer(here.address, here.incarnation))
-            self.order(name, KnownPeer(there.address, there.incarnation))
+            self.order(other, PeerCame(here.address, here.incarnation))
+            self.order(name, PeerCame(there.address, there.incarnation))

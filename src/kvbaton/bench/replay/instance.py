@@ -61,14 +61,14 @@ __all__ = [
     "PLANTS",
     "CancelRequest",
     "HealAll",
-    "KnownPeer",
-    "Over",
-    "RankProcess",
+    "PeerCame",
+    "SideOver",
+    "RankStarted",
     "ReplayGauges",
     "ReplayProcess",
     "ReplaySettings",
-    "Strike",
-    "Submit",
+    "StrikeHere",
+    "SubmitSide",
     "main",
 ]
 
@@ -106,7 +106,7 @@ class ReplaySettings(BareSettings, frozen=True):
     plant: str = ""
 
 
-class Submit(msgspec.Struct, frozen=True, tag="submit"):
+class SubmitSide(msgspec.Struct, frozen=True, tag="submit"):
     """One side of an attempt; a target's where `source` names the address to dial.
 
     is_early: whether a source computes before it has a grant
@@ -127,7 +127,7 @@ class CancelRequest(msgspec.Struct, frozen=True, tag="cancel"):
     number: int
 
 
-class Strike(msgspec.Struct, frozen=True, tag="strike"):
+class StrikeHere(msgspec.Struct, frozen=True, tag="strike"):
     """A fault of this instance, or of what it sends to the peer at `address`."""
 
     kind: FaultKind
@@ -137,7 +137,7 @@ class Strike(msgspec.Struct, frozen=True, tag="strike"):
     is_whole: bool = False
 
 
-class KnownPeer(msgspec.Struct, frozen=True, tag="known"):
+class PeerCame(msgspec.Struct, frozen=True, tag="known"):
     """Who lives at an address now."""
 
     address: str
@@ -148,13 +148,13 @@ class HealAll(msgspec.Struct, frozen=True, tag="heal"):
     """No fault lasts any longer."""
 
 
-class RankProcess(msgspec.Struct, frozen=True, tag="rank"):
+class RankStarted(msgspec.Struct, frozen=True, tag="rank"):
     """The process in which the rank of this instance lives."""
 
     pid: int
 
 
-class Over(msgspec.Struct, frozen=True, tag="over"):
+class SideOver(msgspec.Struct, frozen=True, tag="over"):
     """One side of an attempt is over, or, with the outcome `offered`, its prefill is."""
 
     number: int
@@ -169,7 +169,7 @@ class ReplayGauges(Gauges, frozen=True, tag="gauges"):
     errors_total: int = 0
 
 
-class _Ready(msgspec.Struct, frozen=True):
+class _RankOpened(msgspec.Struct, frozen=True):
     """What a rank process reports of itself first."""
 
     endpoint: Endpoint
@@ -181,7 +181,7 @@ class _Ready(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class _LinkState:
+class _StruckLink:
     """What happens to messages for one peer."""
 
     lose_next: int = 0
@@ -195,7 +195,7 @@ class _LinkState:
 
 
 @dataclass(order=True)
-class _Held:
+class _HeldMessage:
     at: float
     number: int
     peer: Incarnation = field(compare=False)
@@ -207,19 +207,19 @@ class StruckSockets(ControlSockets):
 
     def __init__(self, me: Incarnation, host: str, port: int, trust: Trust) -> None:
         super().__init__(me, host, port, trust)
-        self._links: dict[str, _LinkState] = {}
+        self._links: dict[str, _StruckLink] = {}
         self._addresses: dict[Incarnation, str] = {}
         self._sent: dict[Incarnation, deque[Message]] = {}
-        self._orders: deque[Strike] = deque()
-        self._held: list[_Held] = []
+        self._orders: deque[StrikeHere] = deque()
+        self._held: list[_HeldMessage] = []
         self._numbers = itertools.count()
         self._random = random.Random(port)
 
-    def strike(self, order: Strike) -> None:
+    def strike(self, order: StrikeHere) -> None:
         """Any thread may call it: the agents' thread obeys before it sends or waits again."""
         self._orders.append(order)
 
-    def know(self, order: KnownPeer) -> None:
+    def know(self, order: PeerCame) -> None:
         """Learn who lives at an address."""
         self._addresses[order.incarnation] = order.address
 
@@ -228,7 +228,7 @@ class StruckSockets(ControlSockets):
         self._links = {}
         if stays_cut:
             for address in set(self._addresses.values()):
-                self._links[address] = _LinkState(cut_until=math.inf)
+                self._links[address] = _StruckLink(cut_until=math.inf)
 
     def dial(self, address: ControlAddress, message: Message) -> None:
         self._obey()
@@ -272,14 +272,14 @@ class StruckSockets(ControlSockets):
         if at <= time.monotonic():
             super().send(peer, message)
         else:
-            heapq.heappush(self._held, _Held(at, next(self._numbers), peer, message))
+            heapq.heappush(self._held, _HeldMessage(at, next(self._numbers), peer, message))
 
     def _obey(self) -> None:
         while self._orders:
             self._take(self._orders.popleft())
 
-    def _take(self, order: Strike) -> None:
-        link, until = self._links.setdefault(order.address, _LinkState()), time.monotonic() + order.for_s
+    def _take(self, order: StrikeHere) -> None:
+        link, until = self._links.setdefault(order.address, _StruckLink()), time.monotonic() + order.for_s
         match order.kind:
             case FaultKind.CUT | FaultKind.SEVER:
                 link.cut_until = until
@@ -303,13 +303,13 @@ class StruckSockets(ControlSockets):
             case _:
                 raise LocalError(f"{order.kind} is no fault of a link")
 
-    def _replay(self, order: Strike) -> None:
+    def _replay(self, order: StrikeHere) -> None:
         for peer, address in self._addresses.items():
             sent = self._sent.get(peer, ())
             if address == order.address and sent:
                 for index in range(order.number):
                     at = time.monotonic() + order.for_s * (index + 1) / order.number
-                    heapq.heappush(self._held, _Held(at, next(self._numbers), peer, self._random.choice(sent)))
+                    heapq.heappush(self._held, _HeldMessage(at, next(self._numbers), peer, self._random.choice(sent)))
 
 
 class StruckTransport(FaultyTransport):
@@ -323,7 +323,7 @@ class StruckTransport(FaultyTransport):
         self._stall_until = 0.0
         self._refuse_until = 0.0
 
-    def strike(self, order: Strike) -> None:
+    def strike(self, order: StrikeHere) -> None:
         """What goes wrong from the next post on."""
         until = time.monotonic() + order.for_s
         match order.kind:
@@ -365,7 +365,7 @@ class StruckTransport(FaultyTransport):
 class ReplayedSource(SourceTask):
     """One prefill, computed span by span; it can be preempted."""
 
-    def __init__(self, order: Submit, books: BareBooks) -> None:
+    def __init__(self, order: SubmitSide, books: BareBooks) -> None:
         super().__init__(order.task, books)
         self.number = order.number
         self.waits_for_grant &= not order.is_early
@@ -417,7 +417,7 @@ class ReplayedSource(SourceTask):
 class ReplayedTarget(TargetTask):
     """One decode: what has landed is checked, kept for as long as decode takes, and checked again."""
 
-    def __init__(self, order: Submit, books: BareBooks) -> None:
+    def __init__(self, order: SubmitSide, books: BareBooks) -> None:
         super().__init__(order.task, books, order.source)
         self.number = order.number
         self.offered = order.task.count
@@ -448,7 +448,7 @@ class ReplayedTarget(TargetTask):
         return replace(super()._request(key), source_incarnation=self._incarnation)
 
 
-ReplayOrder = Submit | CancelRequest | Strike | KnownPeer | HealAll
+ReplayOrder = SubmitSide | CancelRequest | StrikeHere | PeerCame | HealAll
 
 
 class ReplayInstance(BareInstance):
@@ -498,7 +498,7 @@ class ReplayInstance(BareInstance):
         frame = channel.receive(_READY_S)
         if frame is None:
             raise LocalError(f"the rank process did not start within {_READY_S:g} s")
-        ready = msgspec.msgpack.decode(frame, type=_Ready)
+        ready = msgspec.msgpack.decode(frame, type=_RankOpened)
         self._sockets = StruckSockets(self.incarnation, agents.control_host, agents.control_port, agents.trust)
         ranks = RemoteRanks([channel], ready.transport, Executor(ready.executor), _lost)
         cards = [RankCard(0, pages.layout(), (ready.endpoint,))]
@@ -508,7 +508,7 @@ class ReplayInstance(BareInstance):
     def start(self) -> None:
         super().start()
         if self._rank_pid:
-            self._send(cast(Any, RankProcess(self._rank_pid)))
+            self._send(cast(Any, RankStarted(self._rank_pid)))
 
     def close(self) -> None:
         super().close()
@@ -518,13 +518,13 @@ class ReplayInstance(BareInstance):
 
     def take(self, order: Order | ReplayOrder) -> None:
         match order:
-            case Submit():
+            case SubmitSide():
                 self._submit(order)
             case CancelRequest():
                 self._cancel(order.number)
-            case Strike():
+            case StrikeHere():
                 self._strike(order)
-            case KnownPeer():
+            case PeerCame():
                 self._sockets.know(order)
             case HealAll():
                 self._heal()
@@ -562,7 +562,7 @@ class ReplayInstance(BareInstance):
             errors_total=agents.errors_total,
         )
 
-    def _submit(self, order: Submit) -> None:
+    def _submit(self, order: SubmitSide) -> None:
         name = order.task.name
         known = (self.targets if order.source else self.sources).get(name)
         if known is not None and (known.live or not known.next_index):
@@ -592,7 +592,7 @@ class ReplayInstance(BareInstance):
                 now = time.monotonic()
                 task.ends.append(HandoffEnd(0, Outcome.CANCELLED.value, "cancelled before it had blocks", now, 0.0))
 
-    def _strike(self, order: Strike) -> None:
+    def _strike(self, order: StrikeHere) -> None:
         match order.kind:
             case FaultKind.SILENT_ENGINE:
                 # The engine hangs, as in a step that does not end; the agents' thread goes on.
@@ -636,10 +636,10 @@ class ReplayInstance(BareInstance):
         for task in self._tasks:
             if isinstance(task, ReplayedSource) and task.offered and self._reported_offers.get(task.task.name) != task.number:
                 self._reported_offers[task.task.name] = task.number
-                self._send(cast(Any, Over(task.number, "offered", "")))
+                self._send(cast(Any, SideOver(task.number, "offered", "")))
             ends, task.ends = task.ends, []
             for end in ends:
-                self._send(cast(Any, Over(task.number, end.outcome, end.reason)))
+                self._send(cast(Any, SideOver(task.number, end.outcome, end.reason)))
         for tasks in (self.sources, self.targets):
             for name in [name for name, task in tasks.items() if task.next_index and not task.live]:
                 task = tasks[name]
@@ -648,7 +648,7 @@ class ReplayInstance(BareInstance):
                     self._reported_offers.pop(name, None)
 
     def _over(self, number: int, outcome: Outcome, reason: str) -> None:
-        self._send(cast(Any, Over(number, outcome.value, reason)))
+        self._send(cast(Any, SideOver(number, outcome.value, reason)))
 
 
 def _be_the_rank(
@@ -666,7 +666,7 @@ def _be_the_rank(
     drop_writes = settings.plant == "drop-writes"
     transport = StruckTransport(agents.open_transport(incarnation, region), region, drop_writes)
     loop = RankLoop(0, [pages.layout()], transport, channel, settings.limits.transfer_timeout, region.view)
-    ready = _Ready(transport.endpoint(), loop.agent.executor.value, transport.name)
+    ready = _RankOpened(transport.endpoint(), loop.agent.executor.value, transport.name)
     channel.send(msgspec.msgpack.encode(ready), _READY_S)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     loop.start()
@@ -685,7 +685,7 @@ class ReplayProcess(BareProcess):
     """Such an instance in a process of its own."""
 
     program = ("-m", "kvbaton.bench.replay.instance")
-    report_types = Here | Over | RankProcess | ReplayGauges
+    report_types = Here | SideOver | RankStarted | ReplayGauges
 
     @property
     def is_up(self) -> bool:

@@ -20,24 +20,23 @@ from functools import partial
 import msgspec
 
 from kvbaton.bench.bare.instance import Task
-from kvbaton.bench.replay.house import Footprint, House, Links
-from kvbaton.bench.replay.instance import CancelRequest, Over, ReplayGauges, ReplayProcess, Strike, Submit
+from kvbaton.bench.replay.house import House, HouseLinks, ProcessHoldings
+from kvbaton.bench.replay.instance import CancelRequest, ReplayGauges, ReplayProcess, SideOver, StrikeHere, SubmitSide
 from kvbaton.config import Limits
 from kvbaton.core.handoff import LEGAL_PAIRS, Incarnation, Integrity, Mode, Outcome
 from kvbaton.errors import LocalError
 from kvbaton.sim.run import LIMITS
 from kvbaton.sim.script import HARMLESS, LINK_FAULTS, Fault, FaultKind, RequestScript, Script
 
-__all__ = ["Finding", "Replay", "Replayed", "limits_for"]
+__all__ = ["SLACK_S", "Finding", "Replay", "Replayed", "limits_for"]
 
 _BLOCK_TOKENS = 16
 _TURN_S = 0.05
 _LOOK_S = 0.2
 _RESTART_S = 0.2
 _NOTICED_S = 0.05
-_SLACK_S = 30.0
+SLACK_S = 30.0
 """How much later than its last deadline something may end: the machine has other work."""
-_DECODED_S = 12.0
 _MOST_FAULT_LEASES = 1.5
 _MOST_DECODE_S = 1.0
 _MORE_DESCRIPTORS = 40
@@ -103,7 +102,7 @@ class Replayed(msgspec.Struct):
 
 
 @dataclass(slots=True)
-class _Side:
+class _ReplaySide:
     """One side of an attempt, at one process."""
 
     name: str
@@ -113,26 +112,26 @@ class _Side:
 
 
 @dataclass(slots=True)
-class _Attempt:
+class _ReplayAttempt:
     """One try of a request."""
 
     number: int
-    client: _Client
+    client: _ReplayClient
     task: Task
-    sides: dict[str, _Side] = field(default_factory=dict)
+    sides: dict[str, _ReplaySide] = field(default_factory=dict)
     """By role: `p` and `d`."""
     has_failed: bool = False
     is_clean: bool = True
     """Whether its transfer id belongs to it alone, and both its sides were begun."""
 
     @property
-    def open_sides(self) -> list[_Side]:
+    def open_sides(self) -> list[_ReplaySide]:
         """Those that have not ended."""
         return [side for side in self.sides.values() if not side.outcome]
 
 
 @dataclass(slots=True)
-class _Client:
+class _ReplayClient:
     """One request and all its attempts, as its router sees it."""
 
     script: RequestScript
@@ -148,9 +147,10 @@ class Replay:
 
     script: Script
     house: House
-    links: Links | None
+    links: HouseLinks | None
     scale: float
     shift: int = 0
+    slack_s: float = SLACK_S
     findings: list[Finding] = field(default_factory=list)
     faults: Counter[str] = field(default_factory=Counter)
     left_out: Counter[str] = field(default_factory=Counter)
@@ -162,8 +162,8 @@ class Replay:
         self._limits = self.house.settings.limits
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._clients = [_Client(request, number) for number, request in enumerate(self.script.requests)]
-        self._attempts: dict[int, _Attempt] = {}
+        self._clients = [_ReplayClient(request, number) for number, request in enumerate(self.script.requests)]
+        self._attempts: dict[int, _ReplayAttempt] = {}
         self._struck: list[Fault] = []
         self._dying: set[str] = set()
         self._stopped: Counter[str] = Counter()
@@ -208,7 +208,7 @@ class Replay:
         """Until nothing is due, every attempt has ended, and every instance is up and idle; false if that takes too long."""
         give_up_at = look_at = 0.0
         idle_since = math.inf
-        longest_s = self._limits.hold_cap + self._limits.queue_timeout + 2 * self._limits.defer_timeout + _SLACK_S
+        longest_s = self._limits.hold_cap + self._limits.queue_timeout + 2 * self._limits.defer_timeout + self.slack_s
         while True:
             now = time.monotonic()
             while self._due and self._due[0][0] <= now:
@@ -216,7 +216,7 @@ class Replay:
                 give_up_at = time.monotonic() + longest_s
             self._turn()
             if self._due or not self._all_up():
-                give_up_at = max(give_up_at, now + _SLACK_S)
+                give_up_at = max(give_up_at, now + self.slack_s)
                 continue
             open_now = [each for each in self._attempts.values() if each.open_sides]
             if not open_now and now >= look_at:
@@ -227,7 +227,7 @@ class Replay:
                 is_live = any(gauges.live for gauges in busy)
                 idle_since = math.inf if is_live else min(idle_since, now)
             # Blocks of hand-offs that are over wait for nothing.
-            if now > min(give_up_at, idle_since + _DECODED_S):
+            if now > min(give_up_at, idle_since + 2 * self.slack_s / 5):
                 self._find_unended(rule, open_now)
                 return False
 
@@ -236,7 +236,7 @@ class Replay:
         for name, report in self.house.turn(wait_s):
             if report is None:
                 self._on_death(name)
-            elif isinstance(report, Over):
+            elif isinstance(report, SideOver):
                 self._on_over(name, report)
 
     def _all_up(self) -> bool:
@@ -268,7 +268,7 @@ class Replay:
         same = [name for name in self.house.names if name.startswith(role)]
         return same[(index + self.shift) % len(same)]
 
-    def _attempt(self, client: _Client) -> None:
+    def _attempt(self, client: _ReplayClient) -> None:
         client.attempts += 1
         number = len(self._attempts) + 1
         request = client.script
@@ -276,20 +276,20 @@ class Replay:
         name = f"s{self.script.seed}.{'probe' if client.is_probe else 't'}{client.number}.{suffix}"
         tokens = request.tokens * _BLOCK_TOKENS - client.number % (_BLOCK_TOKENS // 2)
         task = Task(name, request.mode, 1, 1, tokens, request.chunk * _BLOCK_TOKENS)
-        attempt = self._attempts[number] = _Attempt(number, client, task)
+        attempt = self._attempts[number] = _ReplayAttempt(number, client, task)
         attempt.is_clean = not request.reuse_id
         is_push = request.mode is Mode.PUSH
         self._at(request.prefill_delay_s * self.scale if is_push else 0.0, partial(self._to_prefill, attempt))
         if is_push:
             self._at(request.decode_delay_s * self.scale, partial(self._to_decode, attempt, None))
 
-    def _to_prefill(self, attempt: _Attempt) -> None:
+    def _to_prefill(self, attempt: _ReplayAttempt) -> None:
         is_early = attempt.client.number % 2 == 1
-        self._submit(attempt, f"p{attempt.client.script.prefill}", Submit(attempt.number, attempt.task, is_early=is_early))
+        self._submit(attempt, f"p{attempt.client.script.prefill}", SubmitSide(attempt.number, attempt.task, is_early=is_early))
 
-    def _to_decode(self, attempt: _Attempt, incarnation: Incarnation | None) -> None:
+    def _to_decode(self, attempt: _ReplayAttempt, incarnation: Incarnation | None) -> None:
         source = self._name(f"p{attempt.client.script.prefill}")
-        order = Submit(
+        order = SubmitSide(
             attempt.number,
             attempt.task,
             source=self.house.address(source),
@@ -298,17 +298,17 @@ class Replay:
         )
         self._submit(attempt, f"d{attempt.client.script.decode}", order)
 
-    def _submit(self, attempt: _Attempt, address: str, order: Submit) -> None:
+    def _submit(self, attempt: _ReplayAttempt, address: str, order: SubmitSide) -> None:
         name = self._name(address)
         process = self.house.processes.get(name)
         if process is None or name not in self.house.is_known:
             attempt.is_clean = False
             self._failed(attempt, f"{name} is down")
             return
-        attempt.sides[address[0]] = _Side(name, process)
+        attempt.sides[address[0]] = _ReplaySide(name, process)
         process.order(order)
 
-    def _on_over(self, name: str, report: Over) -> None:
+    def _on_over(self, name: str, report: SideOver) -> None:
         attempt = self._attempts.get(report.number)
         side = next((each for each in attempt.sides.values() if each.name == name), None) if attempt is not None else None
         if attempt is None or side is None or side.process is not self.house.processes.get(name):
@@ -345,7 +345,7 @@ class Replay:
                     attempt.is_clean = False
                     self._at(_NOTICED_S, partial(self._failed, attempt, "its process ended", side))
 
-    def _failed(self, attempt: _Attempt, reason: str, by: _Side | None = None) -> None:
+    def _failed(self, attempt: _ReplayAttempt, reason: str, by: _ReplaySide | None = None) -> None:
         """The router learns of a failure: it cancels the other side, most of the time, and tries again as often as it may."""
         client = attempt.client
         is_crossed = "live already" in reason or client.script.reuse_id
@@ -360,7 +360,7 @@ class Replay:
         if client.attempts <= client.script.retries and not client.is_over:
             self._at(client.script.retry_after_s * self.scale, partial(self._attempt, client))
 
-    def _is_excused(self, client: _Client) -> bool:
+    def _is_excused(self, client: _ReplayClient) -> bool:
         """As in the simulator: whether a fault that has struck can have reached this request."""
         script = client.script
         ends = {self._name(f"p{script.prefill}"), self._name(f"d{script.decode}")}
@@ -413,7 +413,7 @@ class Replay:
                 if fault.kind in _OF_TRANSPORT and self.house.settings.has_rank_process:
                     return False
                 address = self.house.address(self._name(fault.other)) if fault.kind in LINK_FAULTS else ""
-                self.house.order(name, Strike(fault.kind, address, for_s, fault.number, fault.is_whole))
+                self.house.order(name, StrikeHere(fault.kind, address, for_s, fault.number, fault.is_whole))
             case _:
                 return False
         return True
@@ -442,7 +442,7 @@ class Replay:
         ways = [(one, other), (other, one)] if fault.kind is FaultKind.SEVER else [(one, other)]
         for sender, receiver in ways:
             if self.links is None:
-                self.house.order(sender, Strike(fault.kind, self.house.address(receiver), for_s))
+                self.house.order(sender, StrikeHere(fault.kind, self.house.address(receiver), for_s))
             else:
                 self.links.cut(sender, receiver)
                 self._at(for_s, partial(self.links.join, sender, receiver))
@@ -459,18 +459,18 @@ class Replay:
 
     # Checks.
 
-    def _probe(self) -> list[_Client]:
+    def _probe(self) -> list[_ReplayClient]:
         """One more request for each pair, in both modes; at the second attempt at the latest it has to be served."""
         pairs = itertools.product(range(self.script.prefills), range(self.script.decodes), Mode)
         probes = [
-            _Client(RequestScript(0.0, prefill, decode, 2, 1, mode, retries=1, retry_after_s=0.2), number, is_probe=True)
+            _ReplayClient(RequestScript(0.0, prefill, decode, 2, 1, mode, retries=1, retry_after_s=0.2), number, is_probe=True)
             for number, (prefill, decode, mode) in enumerate(pairs)
         ]
         for client in probes:
             self._attempt(client)
         return probes
 
-    def _check_healed(self, probes: list[_Client]) -> None:
+    def _check_healed(self, probes: list[_ReplayClient]) -> None:
         for client in probes:
             if not client.is_over:
                 pair = f"{self._name(f'p{client.script.prefill}')} and {self._name(f'd{client.script.decode}')}"
@@ -491,12 +491,12 @@ class Replay:
             if gauges.errors_total:
                 self._find("no error of our own", f"{name}: {gauges.errors_total}")
             pid = self.house.processes[name].pid
-            now = Footprint.of(pid)
+            now = ProcessHoldings.of(pid)
             first = self.house.footprints.setdefault(pid, now)
             if now.descriptors > first.descriptors + _MORE_DESCRIPTORS or now.threads > first.threads + _MORE_THREADS:
                 self._find("nothing kept", f"{name}: {now}, and {first} when it was first idle")
 
-    def _find_unended(self, rule: str, unended: list[_Attempt]) -> None:
+    def _find_unended(self, rule: str, unended: list[_ReplayAttempt]) -> None:
         for attempt in unended:
             where = ", ".join(side.name for side in attempt.open_sides)
             self._find(rule, f"{attempt.task.name} has not ended at {where}")
