@@ -175,7 +175,7 @@ class TestEarlyRelease:
         prompt = prompt_of(40)
         with EnginePair(mode, source={"blocks": 2000}, target={"blocks": 8}) as pair:
             pair.prefill(prompt, "t").wait()
-            assert pair.source.engine.stats().requests["held"] == 1
+            wait_until(lambda: pair.source.engine.stats().requests["held"] == 1, "the source holds its blocks")
             with pytest.raises(BadRequest, match="40 tokens") as refused:
                 pair.decode(prompt, "t")
             request = pair.target.requests[-1]
