@@ -55,7 +55,7 @@ class CardRequests:
     def ask(self) -> Hello:
         """The next question for a card."""
         self.asked += 1
-        return Hello(self._card, wants_answer=True, question=self.asked, answers=0)
+        return Hello(self._card, wants_answer=True, question=self.asked, answers=0, takes_several=True)
 
     def dial(self, address: ControlAddress, after: int = 0) -> None:
         """Ask for the card of the peer at `address`. One question after `after` does for all that wait for the answer."""

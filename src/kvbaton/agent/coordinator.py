@@ -252,7 +252,7 @@ class Coordinator:
         if not self.is_for_us(envelope):
             # The sender takes us for the process that was here before. Our card shows it that this one is gone.
             self.dropped_total["for an earlier incarnation"] += 1
-            self._control.send(sender, Hello(self.card, wants_answer=False, answers=0))
+            self._control.send(sender, Hello(self.card, wants_answer=False, answers=0, takes_several=True))
         elif isinstance(message, Hello):
             self._on_hello(sender, message, via)
         elif isinstance(message, Refused) and message.key is None:
@@ -434,7 +434,8 @@ class Coordinator:
         self.target.card_requests.on_card_of(sender)
         if hello.wants_answer:
             # It did not know us, so it has dropped what we sent it before. The card goes first, or it would drop that again.
-            self._control.send(hello.card.incarnation, Hello(self.card, wants_answer=False, answers=hello.question))
+            answer = Hello(self.card, wants_answer=False, answers=hello.question, takes_several=True)
+            self._control.send(hello.card.incarnation, answer)
             self.target.resend_to(hello.card.incarnation)
         if via is not None:
             self.target.on_card(hello.card, via, hello.answers)

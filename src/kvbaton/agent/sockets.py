@@ -12,6 +12,9 @@ A peer that sends what we do not take is sent the reason. What arrives unreadabl
 address that we must not dial, are returned by `refusals`, so that a request that waits for that peer need not wait for a
 deadline. An address that a request names is a hint: where no peer of ours has answered yet, connecting is rate limited and
 shows the address nothing but a nonce. Dialling ends soon after the last message that was to go there.
+
+What the logic sends to one peer in one turn leaves in as few frames as possible: a frame costs both ends a seal and many calls,
+whatever it holds. Only peers that have announced that they read such frames get them; others get one message per frame.
 """
 
 from __future__ import annotations
@@ -26,8 +29,20 @@ from collections.abc import Iterator
 
 from kvbaton.config import Trust
 from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.handoff import Incarnation
-from kvbaton.core.messages import MAX_FRAME_BYTES, Envelope, Message, Refused, decode, encode
+from kvbaton.core.messages import (
+    MAX_FRAME_BYTES,
+    MAX_MORE,
+    Envelope,
+    Hello,
+    Message,
+    Refused,
+    decode,
+    encode,
+    encode_several,
+    split,
+)
 from kvbaton.errors import ConfigError, ProtocolError
 from kvbaton.transport.neighbour import is_gone
 from kvbaton.wire.door import Door, DoorLimits, EndCause, PeerConnection, listen_on
@@ -54,6 +69,8 @@ _FIRST_RETRY_S = 0.05
 _LONGEST_RETRY_S = 1.0
 _LINGER_S = 0.2
 _MAX_REASON = 1000
+_MAX_TAKES_SEVERAL = 1024
+_MAX_TOGETHER_BYTES = 256 * 1024
 _HOST_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]*[A-Za-z0-9])?\.?")
 
 
@@ -140,6 +157,10 @@ class ControlSockets:
         self._lookups = Lookups()
         self._dialled: OrderedDict[ControlAddress, _Dialled] = OrderedDict()
         self._routes: dict[Incarnation, PeerConnection | _Dialled] = {}
+        self._takes_several: BoundedMap[Incarnation, None] = BoundedMap(_MAX_TAKES_SEVERAL)
+        """Peers that read frames of several messages."""
+        self._waiting: dict[Incarnation, list[Message]] = {}
+        """What was sent to such peers since the last flush; at most a frame's worth for each."""
         self._refusals: dict[ControlAddress, str] = {}
         self._queued_bytes = 0
         self._tokens, self._tokens_at = _DIAL_BURST, time.monotonic()
@@ -169,16 +190,46 @@ class ControlSockets:
             self._hang_up(dialled)
 
     def send(self, peer: Incarnation, message: Message) -> None:
+        """Send to a peer that has sent something before, with the next flush at the latest: see `wait` and `receive`."""
+        if peer not in self._routes:
+            self.dropped_total[Dropped.NO_ROUTE] += 1
+        elif peer not in self._takes_several:
+            self._send_frame(peer, encode(self._me, peer, message))
+        elif (waiting := self._waiting.get(peer)) is None:
+            self._waiting[peer] = [message]
+        else:
+            waiting.append(message)
+            if len(waiting) > MAX_MORE:
+                self._send_together(peer, self._waiting.pop(peer))
+
+    def _send_waiting(self) -> None:
+        while self._waiting:
+            self._send_together(*self._waiting.popitem())
+
+    def _send_together(self, peer: Incarnation, messages: list[Message]) -> None:
+        """Send messages to one peer in one frame, unless that would be a long one: then each has its own."""
+        frame = encode_several(self._me, peer, messages)
+        if len(messages) == 1 or len(frame) <= _MAX_TOGETHER_BYTES:
+            self._send_frame(peer, frame)
+        else:
+            for message in messages:
+                self._send_frame(peer, encode(self._me, peer, message))
+
+    def _send_frame(self, peer: Incarnation, frame: bytes) -> None:
         route = self._routes.get(peer)
         if route is None:
             self.dropped_total[Dropped.NO_ROUTE] += 1
         elif isinstance(route, PeerConnection):
-            self._send(route, encode(self._me, peer, message))
+            self._send(route, frame)
         else:
-            self._send_to(route, encode(self._me, peer, message))
+            self._send_to(route, frame)
 
     def wait(self, timeout_s: float, wakeups: list[int]) -> bool:
-        """Wait until a frame or one of the file descriptors `wakeups` is ready, at most `timeout_s`; whether anything is."""
+        """Wait until a frame or one of the file descriptors `wakeups` is ready, at most `timeout_s`; whether anything is.
+
+        What was sent leaves first.
+        """
+        self._send_waiting()
         if self._refusals:
             self._door.flush()
             return True
@@ -186,12 +237,20 @@ class ControlSockets:
         return self._door.wait(min(timeout_s, self._reconnect()))
 
     def receive(self) -> Iterator[tuple[Envelope, ControlAddress | None]]:
-        """Read what has arrived, so many frames per connection; what is no message of a peer is dropped and counted."""
+        """Read what has arrived, so many frames per connection; what is no message of a peer is dropped and counted.
+
+        Each message has an envelope of its own, also where several came in one frame. What was sent meanwhile leaves last.
+        """
         for connection, parts in self._door.receive():
             envelope = self._read(connection, parts)
             if envelope is not None:
                 tag = connection.tag
-                yield envelope, tag.address if isinstance(tag, _Dialled) else None
+                via = tag.address if isinstance(tag, _Dialled) else None
+                for each in split(envelope):
+                    yield each, via
+        if self._waiting:
+            self._send_waiting()
+            self._door.flush()
 
     def refusals(self) -> list[tuple[ControlAddress, str]]:
         """Take the addresses that turned out to be no peers of ours since the last call, each with the reason.
@@ -206,6 +265,7 @@ class ControlSockets:
 
     def close(self) -> None:
         """Close every socket; unsent frames get a moment to leave. Idempotent."""
+        self._send_waiting()
         self._door.close(_LINGER_S)
         self._lookups.close()
 
@@ -351,6 +411,8 @@ class ControlSockets:
             self._bind_to(connection, sender)
         tag = connection.tag
         self._routes[sender] = tag if isinstance(tag, _Dialled) else connection
+        if isinstance(envelope.message, Hello) and envelope.message.takes_several:
+            self._takes_several[sender] = None
         return envelope
 
     def _bind_to(self, connection: PeerConnection, sender: Incarnation) -> None:

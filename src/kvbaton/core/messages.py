@@ -10,6 +10,7 @@ A new message is a struct here, a member of `HandoffMessage`, and a `case` in `C
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import msgspec
@@ -24,6 +25,7 @@ from kvbaton.errors import ProtocolError
 __all__ = [
     "MAX_FRAME_BYTES",
     "MAX_INCARNATION",
+    "MAX_MORE",
     "MAX_NUMBER",
     "MAX_REASON",
     "Announced",
@@ -45,6 +47,8 @@ __all__ = [
     "Stopped",
     "decode",
     "encode",
+    "encode_several",
+    "split",
 ]
 
 MAX_FRAME_BYTES = 4 << 20
@@ -55,6 +59,9 @@ MAX_INCARNATION = 256
 
 MAX_REASON = 2048
 """Characters of a reason that is sent; longer ones are cut, and much longer ones refused."""
+
+MAX_MORE = 15
+"""Messages of a frame beside the first one."""
 
 MAX_NUMBER = 1 << 62
 """The largest number on the wire."""
@@ -71,12 +78,15 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     `question` numbers such a request, and `answers` is the number of the one that this answers; 0 where there is none. Only a
     process that lives can answer what it was asked just now: that orders the incarnations at an address, without a clock.
     Releases before that send no `answers` at all.
+
+    `takes_several`: the sender reads frames of several messages; releases before that read the first one only.
     """
 
     card: Card
     wants_answer: bool
     question: Number = 0
     answers: Number | None = None
+    takes_several: bool = False
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -235,13 +245,18 @@ HandoffMessage = (
 Message = Hello | Refused | HandoffMessage
 
 
-class Envelope(msgspec.Struct, frozen=True):
-    """One frame: the sender, the incarnation that it is for (empty: whichever process answers there), and the message."""
+class Envelope(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One frame: the sender, the incarnation that it is for (empty: whichever process answers there), and the message.
+
+    `more` are messages that follow it, as if each had come in a frame of its own. Only a peer that has announced that it reads
+    them (`takes_several`) gets any.
+    """
 
     version: int
     sender: Annotated[Incarnation, Meta(min_length=1, max_length=MAX_INCARNATION)]
     recipient: Annotated[str, Meta(max_length=MAX_INCARNATION)]
     message: Message
+    more: Annotated[tuple[Message, ...], Meta(max_length=MAX_MORE)] = ()
 
 
 class _Version(msgspec.Struct):
@@ -256,6 +271,20 @@ _version_decoder = msgspec.msgpack.Decoder(_Version)
 def encode(sender: Incarnation, recipient: str, message: Message) -> bytes:
     """The frame that carries `message`."""
     return _encoder.encode(Envelope(version=PROTOCOL, sender=sender, recipient=recipient, message=message))
+
+
+def encode_several(sender: Incarnation, recipient: str, messages: Sequence[Message]) -> bytes:
+    """The frame that carries `messages`, at least one and at most 1 + MAX_MORE, in this order."""
+    return _encoder.encode(Envelope(PROTOCOL, sender, recipient, messages[0], tuple(messages[1:])))
+
+
+def split(envelope: Envelope) -> Iterator[Envelope]:
+    """Each message of a frame in an envelope of its own, in their order."""
+    if not envelope.more:
+        yield envelope
+        return
+    for message in (envelope.message, *envelope.more):
+        yield Envelope(envelope.version, envelope.sender, envelope.recipient, message)
 
 
 def decode(frame: bytes | memoryview) -> Envelope:

@@ -39,6 +39,7 @@ from kvbaton.core.messages import (
     Stop,
     decode,
     encode,
+    split,
 )
 from kvbaton.errors import ProtocolError
 from kvbaton.sim.agent_thread import FRAMES_PER_TURN, AgentThread, SimDriver
@@ -447,12 +448,16 @@ class SimInstance:
             transport.fail_next = transport.corrupt_next = 0
 
     def on_frame(self, frame: bytes, sender_address: str) -> None:
-        """A frame arrives."""
+        """A frame arrives: its messages are taken one by one, as the control sockets pass them on."""
         try:
             envelope = decode(frame)
         except ProtocolError as error:
             self._not_understood(sender_address, str(error))
             return
+        for each in split(envelope):
+            self._on_message(each, sender_address)
+
+    def _on_message(self, envelope: Envelope, sender_address: str) -> None:
         self.routes[envelope.sender] = sender_address
         if isinstance(envelope.message, Hello) or (isinstance(envelope.message, Refused) and envelope.message.key is None):
             self.unanswered.discard(sender_address)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvbaton.core.messages import decode
+from kvbaton.core.messages import MAX_MORE, Envelope, decode, encode_several
+from kvbaton.errors import ProtocolError
 from kvbaton.sim.world import World
 
 __all__ = ["LinkFaults", "Network"]
@@ -44,9 +45,13 @@ class Network:
     delay_s: float = 0.001
     is_ordered: bool = False
     """Whether frames of one direction arrive in the order in which they were sent, as on one connection that lasts."""
+    joins_messages: bool = False
+    """Whether messages that leave at the same moment travel in one frame, as they do out of one turn of the control sockets."""
     faults: dict[tuple[str, str], LinkFaults] = field(default_factory=dict)
     recorded: dict[tuple[str, str], deque[bytes]] = field(default_factory=dict)
     """The last frames of each direction, which may be replayed."""
+    leaving: dict[tuple[str, str], list[bytes]] = field(default_factory=dict)
+    """What waits for the others of this moment, by direction."""
 
     def link(self, source: str, target: str) -> LinkFaults:
         """The faults of the direction from `source` to `target`."""
@@ -54,6 +59,35 @@ class Network:
 
     def send(self, source: str, target: str, frame: bytes) -> None:
         """Send one frame; it may arrive late, twice, out of order, or not at all."""
+        if not self.joins_messages:
+            self._send(source, target, frame)
+        elif (leaving := self.leaving.get((source, target))) is not None:
+            leaving.append(frame)
+        else:
+            self.leaving[source, target] = [frame]
+            self.world.at(self.world.now, None, partial(self._send_together, source, target))
+
+    def _send_together(self, source: str, target: str) -> None:
+        """Send what has waited: frames of one sender to one recipient that follow each other as one."""
+        together: list[Envelope] = []
+        for frame in self.leaving.pop((source, target)):
+            envelope = _read(frame)
+            last = together[-1] if together else None
+            if last is None or envelope is None or len(together) > MAX_MORE or not _same_way(last, envelope):
+                self._send_joined(source, target, together)
+                together = []
+            if envelope is None:
+                self._send(source, target, frame)
+            else:
+                together.append(envelope)
+        self._send_joined(source, target, together)
+
+    def _send_joined(self, source: str, target: str, envelopes: list[Envelope]) -> None:
+        if envelopes:
+            messages = [each.message for each in envelopes]
+            self._send(source, target, encode_several(envelopes[0].sender, envelopes[0].recipient, messages))
+
+    def _send(self, source: str, target: str, frame: bytes) -> None:
         faults = self.link(source, target)
         random = self.world.random
         self.recorded.setdefault((source, target), deque(maxlen=_RECORDED)).append(frame)
@@ -109,3 +143,15 @@ class Network:
         if self.is_ordered:
             arrival = faults.last_arrival = max(arrival, faults.last_arrival)
         self.world.at(arrival, None, lambda: self.arrive(target, frame, source))
+
+
+def _read(frame: bytes) -> Envelope | None:
+    """What is in a frame; None for what is no message of ours, which travels as it is."""
+    try:
+        return decode(frame)
+    except ProtocolError:
+        return None
+
+
+def _same_way(one: Envelope, other: Envelope) -> bool:
+    return (one.sender, one.recipient) == (other.sender, other.recipient)

@@ -118,6 +118,7 @@ class Run:
         network = Network(self.world, lambda address, frame, sender: self.cluster.arrive(address, frame, sender))
         is_calm = all(fault.kind in CALM for fault in script.faults) and all(each.steal_id < 0 for each in script.requests)
         network.is_ordered = is_calm
+        network.joins_messages = script.joins_messages
         fabric = Fabric(self.world, network, script.late_writes, script.move_s, script.uneven, script.library_writes)
         fabric.stop_within_s = limits.stop_timeout - 2 * script.rank_lag_s - _ROUND_TRIP_S
         settings = HandoffSettings(integrity=script.integrity, aux_channel=script.aux_channel)

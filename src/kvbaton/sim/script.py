@@ -178,6 +178,8 @@ class Script(msgspec.Struct, frozen=True):
 
     has_driver: bool = False
     """Whether the driver of production runs the instances; their ranks have to live in processes of their own."""
+    joins_messages: bool = False
+    """Whether messages that leave at the same moment travel in one frame, which is lost, doubled and delayed as one."""
 
     @property
     def addresses(self) -> list[str]:
@@ -221,6 +223,7 @@ def make_script(seed: int, *, faults: bool = True) -> Script:
         # No slower: a copy that takes longer than `stop_timeout` is fenced, and then a failure of its neighbours is right.
         uneven=rng.choice((1.0, 1.0, 2.0)),
         rank_lag_s=rng.choice((0.0, 0.001, 0.01, 0.1)),
+        joins_messages=random.Random(f"joins {seed}").random() < 0.5,
     )
     script = msgspec.structs.replace(script, library_writes=script.unfenced_writes and rng.random() < 0.5)
     if not is_disturbed:

@@ -36,7 +36,7 @@ def test_questions_are_numbered_over_all_addresses_and_answer_nothing() -> None:
     rig = Rig()
     rig.requests.dial(HERE)
     rig.requests.dial(THERE)
-    assert rig.requests.ask() == Hello(card_of("t1"), wants_answer=True, question=3, answers=0)
+    assert rig.requests.ask() == Hello(card_of("t1"), wants_answer=True, question=3, answers=0, takes_several=True)
     assert rig.asked() == [(HERE, 1), (THERE, 2)]
     assert rig.requests.asked == 3
 

@@ -14,14 +14,28 @@ from typing import Any
 
 import pytest
 import zmq
+from agent_rig import card_of
 
 from kvbaton.agent import sockets as sockets_module
 from kvbaton.agent.sockets import ControlSockets, Dropped
 from kvbaton.config import Trust, parse_trust
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import PROTOCOL
-from kvbaton.core.handoff import Incarnation
-from kvbaton.core.messages import MAX_FRAME_BYTES, Envelope, Heartbeat, Refused, decode, encode
+from kvbaton.core.handoff import HandoffKey, Incarnation, TransferId
+from kvbaton.core.messages import (
+    MAX_FRAME_BYTES,
+    MAX_MORE,
+    Envelope,
+    Heartbeat,
+    Hello,
+    Message,
+    Refused,
+    Release,
+    Stopped,
+    decode,
+    encode,
+    encode_several,
+)
 from kvbaton.errors import ConfigError
 from kvbaton.launch.ports import PortPicker, check_port_free
 from kvbaton.wire.zmtp import encode_frame
@@ -520,3 +534,113 @@ def test_a_name_that_takes_long_to_look_up_holds_up_nothing(rig: Rig, monkeypatc
     assert exchange(alice, bob) == [(ALICE, None)]
     is_slow.set()
     assert exchange(alice, carol) == [(ALICE, None)]
+
+
+def releases(count: int) -> list[Release]:
+    return [Release(HandoffKey(TransferId(f"tx-{number}")), number + 1) for number in range(count)]
+
+
+@contextmanager
+def greeted(sockets: ControlSockets, *, takes_several: bool) -> Iterator[WirePeer]:
+    """A key holder that has shown its card, and whether it reads frames of several messages."""
+    with dial(sockets, KEY.key) as peer:
+        peer.send(encode(BOB, "", Hello(card_of("bob"), wants_answer=False, takes_several=takes_several)))
+        take(sockets)
+        yield peer
+
+
+def sent_to(peer: WirePeer, count: int) -> list[tuple[Message, ...]]:
+    """The messages of each of the next `count` frames."""
+    frames = [decode(peer.receive()) for _ in range(count)]
+    return [(frame.message, *frame.more) for frame in frames]
+
+
+def test_what_is_sent_in_one_turn_leaves_in_one_frame(rig: Rig) -> None:
+    alice = rig.make(ALICE, KEY)
+    with greeted(alice, takes_several=True) as bob:
+        for message in releases(5):
+            alice.send(BOB, message)
+        alice.wait(0.0, [])
+        alice.send(BOB, BEAT)
+        alice.wait(0.0, [])
+        assert sent_to(bob, 2) == [tuple(releases(5)), (BEAT,)]
+        assert alice.dropped_total.total() == 0
+
+
+def test_a_peer_that_has_not_announced_it_gets_one_message_per_frame(rig: Rig) -> None:
+    alice = rig.make(ALICE, KEY)
+    with greeted(alice, takes_several=False) as bob:
+        for message in releases(5):
+            alice.send(BOB, message)
+        alice.wait(0.0, [])
+        assert sent_to(bob, 5) == [(message,) for message in releases(5)]
+
+
+def test_more_messages_than_a_frame_takes_leave_in_several_and_in_order(rig: Rig) -> None:
+    alice = rig.make(ALICE, KEY)
+    with greeted(alice, takes_several=True) as bob:
+        many = releases(2 * MAX_MORE + 5)
+        for message in many:
+            alice.send(BOB, message)
+        alice.wait(0.0, [])
+        frames = sent_to(bob, 3)
+        assert [len(frame) for frame in frames] == [MAX_MORE + 1, MAX_MORE + 1, 3]
+        assert [message for frame in frames for message in frame] == many
+
+
+def test_messages_that_are_long_together_leave_each_alone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    alice = rig.make(ALICE, KEY)
+    monkeypatch.setattr(sockets_module, "_MAX_TOGETHER_BYTES", 100)
+    with greeted(alice, takes_several=True) as bob:
+        for message in releases(3):
+            alice.send(BOB, message)
+        alice.wait(0.0, [])
+        alice.send(BOB, BEAT)
+        alice.wait(0.0, [])
+        assert sent_to(bob, 4) == [*((message,) for message in releases(3)), (BEAT,)]
+
+
+def test_answers_of_a_turn_leave_when_everything_was_read(rig: Rig) -> None:
+    alice = rig.make(ALICE, KEY)
+    with greeted(alice, takes_several=True) as bob:
+        bob.send(encode_several(BOB, ALICE, releases(3)))
+        taken: list[Message] = []
+
+        def has_answered() -> bool:
+            alice.wait(0.1, [])
+            for envelope, _ in alice.receive():
+                taken.append(envelope.message)
+                if isinstance(envelope.message, Release):
+                    alice.send(BOB, Stopped(envelope.message.key, envelope.message.grant))
+            return bool(taken)
+
+        wait_until(has_answered, "a turn with messages")
+        assert taken == releases(3)
+        assert sent_to(bob, 1) == [tuple(Stopped(each.key, each.grant) for each in releases(3))]
+
+
+def test_each_message_of_a_frame_has_an_envelope_of_its_own(rig: Rig) -> None:
+    alice = rig.make(ALICE, KEY)
+    with greeted(alice, takes_several=True) as bob:
+        bob.send(encode_several(BOB, ALICE, releases(4)))
+        taken = take(alice, 4)
+        assert [envelope for envelope, _ in taken] == [Envelope(PROTOCOL, BOB, ALICE, message) for message in releases(4)]
+        assert {via for _, via in taken} == {None}
+
+
+def test_what_waits_for_the_turn_to_end_leaves_before_the_sockets_close(rig: Rig) -> None:
+    alice = rig.make(ALICE, KEY)
+    with greeted(alice, takes_several=True) as bob:
+        for message in releases(2):
+            alice.send(BOB, message)
+        alice.close()
+        assert sent_to(bob, 1) == [tuple(releases(2))]
+
+
+def test_what_waits_for_a_peer_that_has_gone_is_dropped_and_counted(rig: Rig) -> None:
+    alice = rig.make(ALICE, KEY)
+    with greeted(alice, takes_several=True):
+        pass
+    turn_until(lambda: not list(alice._door.known), alice)
+    alice.send(BOB, BEAT)
+    assert alice.dropped_total[Dropped.NO_ROUTE] == 1

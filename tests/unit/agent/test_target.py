@@ -548,7 +548,8 @@ def test_lack_of_progress_ends_it_and_heartbeats_and_spans_are_progress(rig: Rig
 
 def test_waiting_for_memory_has_a_deadline_of_its_own_and_keeps_dialling(rig: Rig) -> None:
     rig.side.expect(rig.request(), None)
-    assert rig.post.sent == [(ADDRESS, Hello(card_of("t1", RANKS), wants_answer=True, question=1, answers=0))]
+    question = Hello(card_of("t1", RANKS), wants_answer=True, question=1, answers=0, takes_several=True)
+    assert rig.post.sent == [(ADDRESS, question)]
     rig.post.take()
     for _ in range(19):
         rig.pass_time(LIMITS.transfer_timeout)

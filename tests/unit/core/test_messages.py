@@ -15,6 +15,7 @@ from kvbaton.core.handoff import MAX_TRANSFER_ID, Aux, Executor, HandoffKey, Inc
 from kvbaton.core.messages import (
     MAX_FRAME_BYTES,
     MAX_INCARNATION,
+    MAX_MORE,
     MAX_REASON,
     Announced,
     AuxSent,
@@ -33,6 +34,8 @@ from kvbaton.core.messages import (
     Stopped,
     decode,
     encode,
+    encode_several,
+    split,
 )
 from kvbaton.errors import ProtocolError
 
@@ -63,7 +66,7 @@ cards = st.builds(
     protocol=counts,
 )
 KINDS: dict[type, st.SearchStrategy[Message]] = {
-    Hello: st.builds(Hello, cards, st.booleans()),
+    Hello: st.builds(Hello, cards, st.booleans(), takes_several=st.booleans()),
     Refused: st.builds(Refused, texts, st.none() | keys, numbers, st.booleans()),
     Grant: st.builds(
         Grant,
@@ -148,6 +151,35 @@ def test_every_message_comes_back_as_it_was_sent(message: Message, sender: Incar
     assert (envelope.version, envelope.sender, envelope.recipient) == (PROTOCOL, sender, recipient)
     assert envelope.message == message
     assert type(envelope.message) is type(message)
+
+
+@settings(deadline=None)
+@given(st.lists(messages, min_size=1, max_size=1 + MAX_MORE), incarnations, texts)
+def test_messages_of_one_frame_come_back_in_their_order(sent: list[Message], sender: Incarnation, recipient: str) -> None:
+    envelopes = list(split(decode(encode_several(sender, recipient, sent))))
+    assert [each.message for each in envelopes] == sent
+    assert {(each.version, each.sender, each.recipient, each.more) for each in envelopes} == {(PROTOCOL, sender, recipient, ())}
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=_name)
+def test_one_message_alone_is_a_frame_that_older_releases_know(message: Message) -> None:
+    assert encode_several(ME, "their", [message]) == encode(ME, "their", message)
+    assert "more" not in _as_map(message)
+
+
+def test_a_frame_of_too_many_messages_is_refused_whole() -> None:
+    most = [Release(KEY, number) for number in range(1 + MAX_MORE)]
+    assert len(list(split(decode(encode_several(ME, "", most))))) == 1 + MAX_MORE
+    assert "more" in _refusal(encode_several(ME, "", [*most, Release(KEY, 99)]))
+
+
+@pytest.mark.parametrize("other", [{"type": "telepathy"}, {"type": "release", "key": ["tx"]}, None, 7, [], "release"])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_one_message_that_is_none_of_ours_makes_the_whole_frame_invalid(place: int, other: object) -> None:
+    frame: dict[str, Any] = msgspec.msgpack.decode(encode_several(ME, "", [Release(KEY, number) for number in range(4)]))
+    decode(msgspec.msgpack.encode(frame))
+    frame["more"][place] = other
+    _refusal(msgspec.msgpack.encode(frame))
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=_name)
@@ -331,8 +363,18 @@ def test_mutated_frames_are_read_or_refused(message: Message, data: st.DataObjec
     _reads_or_refuses(bytes(frame))
 
 
+@given(st.lists(st.sampled_from(EXAMPLES), min_size=2, max_size=1 + MAX_MORE), st.data())
+@settings(max_examples=300, deadline=None)
+def test_mutated_frames_of_several_messages_are_read_or_refused(sent: list[Message], data: st.DataObject) -> None:
+    frame = bytearray(encode_several(ME, "x", sent))
+    for _ in range(data.draw(st.integers(1, 4))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    _reads_or_refuses(bytes(frame))
+
+
 @given(st.recursive(st.none() | st.booleans() | counts | texts, lambda inner: st.lists(inner) | st.dictionaries(texts, inner)))
 def test_any_msgpack_value_as_a_message_is_read_or_refused(value: Any) -> None:
     _reads_or_refuses(msgspec.msgpack.encode(value))
     fields = {"version": PROTOCOL, "sender": "x", "recipient": "", "message": value}
     _reads_or_refuses(msgspec.msgpack.encode(fields))
+    _reads_or_refuses(msgspec.msgpack.encode(_as_map(EXAMPLES[0]) | {"more": value}))

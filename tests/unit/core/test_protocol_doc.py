@@ -65,7 +65,7 @@ def test_a_section_names_exactly_the_fields_in_their_order(section: str, kind: t
     assert tuple(named_fields(section)) == kind.__struct_encode_fields__
 
 
-@pytest.mark.parametrize("name", ["MAX_FRAME_BYTES", "MAX_INCARNATION", "MAX_REASON", "MAX_TRANSFER_ID"])
+@pytest.mark.parametrize("name", ["MAX_FRAME_BYTES", "MAX_INCARNATION", "MAX_MORE", "MAX_REASON", "MAX_TRANSFER_ID"])
 def test_limits_are_those_of_the_code(name: str) -> None:
     value = getattr(messages, name, None) or getattr(handoff, name)
     assert f"| `{name}` | {value} |" in PAGE

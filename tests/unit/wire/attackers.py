@@ -21,6 +21,7 @@ from kvbaton.core.auth import Seal
 from kvbaton.core.aux_area import AuxPointer
 from kvbaton.core.handoff import Executor, HandoffKey, Incarnation, Mode, Outcome, Span, TransferId
 from kvbaton.core.messages import (
+    MAX_MORE,
     Announced,
     AuxSent,
     ConfirmAsk,
@@ -37,6 +38,7 @@ from kvbaton.core.messages import (
     Stop,
     Stopped,
     encode,
+    encode_several,
 )
 from kvbaton.discovery.messages import Freshness, encode_registration
 from kvbaton.transport.tcp.wire import HANDSHAKE_BYTES, pack_request
@@ -124,10 +126,14 @@ def _as_key_holder(served: GuardedPort, dice: random.Random) -> None:
     if served.kind == "agent":
         with WirePeer.dial(served.port, served.secret) as peer:
             sender = Incarnation(f"peer-{dice.randrange(1 << 30)}")
-            hello = Hello(served.card_of(sender), wants_answer=True)
+            hello = Hello(served.card_of(sender), wants_answer=True, takes_several=dice.random() < 0.5)
             messages = [hello, *(_any_message(served, dice, sender) for _ in range(_PER_KNOWN - 1))]
             recipients = [dice.choice(("", "guarded", "guarded", "guarded", "of before")) for _ in messages]
             contents = [encode(sender, to, message) for to, message in zip(recipients, messages, strict=True)]
+            contents += [
+                encode_several(sender, dice.choice(recipients), dice.sample(messages, dice.randint(2, 1 + MAX_MORE)))
+                for _ in range(_PER_KNOWN // 10)
+            ]
             wire = b"".join(encode_frame(each if peer.session is None else peer.session.seal(each)) for each in contents)
             _send_and_read(peer.sock, wire)
     elif served.kind == "control":
