@@ -10,7 +10,7 @@ import json
 import secrets
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,7 +21,18 @@ from kvbaton.core.auth import MAX_ROOM_NUMBER, AddressProof, RoomProof
 from kvbaton.core.handoff import room_transfer_id
 from kvbaton.errors import PeerLost, ProtocolError
 
-__all__ = ["Alone", "Answered", "AskedPrompt", "Asking", "AtOnce", "InOneRoom", "OneAfterTheOther", "post", "stream"]
+__all__ = [
+    "Alone",
+    "Answered",
+    "AskedPrompt",
+    "Asking",
+    "AtOnce",
+    "InOneRoom",
+    "OneAfterTheOther",
+    "post",
+    "stream",
+    "token_times",
+]
 
 _FIRST = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
 _FIRST_OF_NIXL = {"remote_host": None, "remote_port": None}
@@ -160,20 +171,34 @@ async def post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -
 
 async def stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any], began: float) -> Answered:
     """A completion request, answered token by token; seconds count from `began`. Raises PeerError when there is no token."""
-    first_s, text = 0.0, ""
+    text, first_s = "", 0.0
+    async for at, part in _parts(session, url, body):
+        first_s = first_s or at - began
+        text += part
+    if not first_s:
+        raise ProtocolError(f"{url} answered without a token")
+    return Answered(text, first_s, time.perf_counter() - began)
+
+
+async def token_times(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> list[float]:
+    """When each part of an answer with text came, by `time.perf_counter`. Raises PeerError when there is none."""
+    times = [at async for at, part in _parts(session, url, body) if part]
+    if not times:
+        raise ProtocolError(f"{url} answered without a token")
+    return times
+
+
+async def _parts(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> AsyncIterator[tuple[float, str]]:
+    """The parts of a streamed answer, and when each came."""
     try:
         async with session.post(f"{url}/v1/completions", json={**body, "stream": True}) as response:
             if response.status != 200:
                 _check(url, response.status, await response.read())
             async for line in response.content:
                 if line.startswith(b"data: {"):
-                    first_s = first_s or time.perf_counter() - began
-                    text += _text(url, line)
+                    yield time.perf_counter(), _text(url, line)
     except (aiohttp.ClientError, TimeoutError) as error:
         raise PeerLost(f"{url}: {error or type(error).__name__}") from error
-    if not first_s:
-        raise ProtocolError(f"{url} answered without a token")
-    return Answered(text, first_s, time.perf_counter() - began)
 
 
 def _text(url: str, line: bytes) -> str:

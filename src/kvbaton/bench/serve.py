@@ -25,7 +25,7 @@ from kvbaton.launch.fleet import Fleet
 from kvbaton.launch.local import router_part
 from kvbaton.launch.ports import PortPicker
 
-__all__ = ["ServeBench", "run_serve_bench"]
+__all__ = ["ServeBench", "run_serve_bench", "start_pair"]
 
 Series = dict[str, list[float]]
 
@@ -63,17 +63,19 @@ def run_serve_bench(bench: ServeBench, engine: EnginePlugin, progress: Progress)
     for mode in Mode:
         progress(f"starting a router, a prefill and a decode instance ({mode})")
         with Fleet() as fleet:
-            pair_url, prefill_url = _start(fleet, bench, engine, mode, progress)
-            series |= asyncio.run(_measure(bench, mode, pair_url, prefill_url, progress))
+            urls = start_pair(fleet, bench.model, bench.transport, mode, bench.chunk_tokens, engine, progress)
+            series |= asyncio.run(_measure(bench, mode, *urls, progress))
     return BenchReport(_rows(bench, series), describe_hardware(), [series])
 
 
-def _start(fleet: Fleet, bench: ServeBench, engine: EnginePlugin, mode: Mode, progress: Progress) -> tuple[str, str]:
+def start_pair(
+    fleet: Fleet, model: str, transport: str, mode: Mode, step_tokens: int, engine: EnginePlugin, progress: Progress
+) -> tuple[str, str]:
     """The URLs of the router and of the prefill instance alone, once all are healthy."""
     ports = PortPicker()
     router_port, discovery_port = ports.pick(), ports.pick()
     handoff = HandoffSettings(mode=mode)
-    options = EngineOptions(bench.model, bench.transport, _ENGINES, handoff, step_tokens=bench.chunk_tokens)
+    options = EngineOptions(model, transport, _ENGINES, handoff, step_tokens=step_tokens)
     engine.check_support(options)
     side = engine.prepare(options, progress)
     fleet.start(router_part("127.0.0.1", router_port, discovery_port, cluster_key=options.cluster_key))

@@ -176,6 +176,47 @@ def plan(
 
 
 @bench_app.command
+def streams(
+    *,
+    model: ModelName = "smollm2",
+    transport: TransportName = "local",
+    mode: Literal["push", "pull"] = "push",
+    streams: int = 2,
+    stream_tokens: int = 100,
+    per_s: float = 20.0,
+    prompt_tokens: int = 16,
+    rounds: int = 5,
+    output: Output = _DEFAULT_OUTPUT,
+) -> int:
+    """What hand-offs cost streams that run already: the time between two tokens, beside prefills alone, beside nothing else.
+
+    A router, a prefill and a decode instance of the embedded engine.
+
+    Parameters
+    ----------
+    mode
+        `push`: layers stream while they are computed; `pull`: the target fetches what is complete.
+    streams
+        streams that run at the same time.
+    stream_tokens
+        tokens of each stream.
+    per_s
+        prompts a second that are asked for meanwhile.
+    prompt_tokens
+        tokens of every prompt.
+    rounds
+        how often each kind of load has its turn; medians are shown, every round is kept.
+    """
+    from kvbaton.bench.streams import StreamsBench, run_streams_bench
+    from kvbaton.core.handoff import Mode
+    from kvbaton.engines.table import find_engine
+
+    _begin(output)
+    bench = StreamsBench(model, transport, Mode(mode), streams, stream_tokens, per_s, prompt_tokens, rounds)
+    return _finish("streams", run_streams_bench(bench, find_engine(DEFAULT_ENGINE), _progress), bench.described(), output)
+
+
+@bench_app.command
 def serve(
     *,
     engine: EngineName = DEFAULT_ENGINE,

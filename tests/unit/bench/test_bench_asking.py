@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from kvbaton.bench.asking import Alone, Answered, AskedPrompt, Asking, AtOnce, InOneRoom, OneAfterTheOther
+from kvbaton.bench.asking import Alone, Answered, AskedPrompt, Asking, AtOnce, InOneRoom, OneAfterTheOther, token_times
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.auth import AddressProof, RoomProof
 from kvbaton.errors import PeerLost, ProtocolError
@@ -144,4 +144,26 @@ def test_nobody_there() -> None:
             return await ask
 
     with pytest.raises(PeerLost):
+        asyncio.run(run())
+
+
+def test_the_times_of_an_answer_are_those_of_its_parts_with_text() -> None:
+    async def run() -> list[float]:
+        server = Server(
+            events=('{"choices": [{"text": "a"}]}', '{"choices": [{"text": ""}]}', '{"choices": [{"text": "b"}]}', "[DONE]")
+        )
+        async with serving(server) as session:
+            return await token_times(session, server.url, PROMPT.body())
+
+    first, second = asyncio.run(run())
+    assert first <= second
+
+
+@pytest.mark.parametrize("server", [Server(events=("[DONE]",)), Server(status=503)], ids=["no token", "refused"])
+def test_an_answer_without_a_token_has_no_times(server: Server) -> None:
+    async def run() -> None:
+        async with serving(server) as session:
+            await token_times(session, server.url, PROMPT.body())
+
+    with pytest.raises(ProtocolError, match=r"without a token|answered 503"):
         asyncio.run(run())
