@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from transport_contract_runs import pages, scattered
+from transport_contract_runs import blocks_of_layers, pages, scattered, split_heads
 from transport_rig import BIG, KIB, MIB, Rig, Source, Target, assert_quiet, make_runs
 
 from kvbaton.core.handoff import Incarnation
+from kvbaton.core.strips import NO_SLOT, Plan, Strip, TokenPattern, unroll
 from kvbaton.errors import RangeError, TransportError
 from kvbaton.transport.base import Batch, Direction, LateWrites, PeerRank, Runs
 from kvbaton.transport.choose import AutoTransport
@@ -47,6 +48,24 @@ def test_bytes_arrive_exactly_and_neighbours_stay(target: Target, source: Source
     assert target.holds(source, runs)
 
 
+@pytest.mark.parametrize("plan", [blocks_of_layers(), split_heads()], ids=["blocks of layers", "split heads"])
+@pytest.mark.parametrize("slice_bytes", [8 * MIB, 10_007])
+def test_a_plan_arrives_as_its_runs_do(rig: Rig, plan: Plan, slice_bytes: int) -> None:
+    target, source = rig.pair(MIB, slice_bytes=slice_bytes)
+    completion = target.read(source, plan)
+    moved = int(unroll(plan)[:, 2].sum())
+    assert (completion.error, completion.cancelled, completion.moved_bytes) == ("", False, moved)
+    assert target.holds(source, plan)
+
+
+@pytest.mark.parametrize("faults", [Faults(drop_writes=True), Faults(corrupt=True), Faults(drop=lambda runs: runs[1:])])
+def test_negative_control_a_plan_that_is_not_moved_whole_is_noticed(rig: Rig, source: Source, faults: Faults) -> None:
+    target = rig.target(MIB, faults=faults)
+    target.transport.connect(source.peer, source.endpoint)
+    assert target.read(source, split_heads()).error == ""
+    assert not target.holds(source, split_heads())
+
+
 def test_large_batch_crosses_many_slices(rig: Rig) -> None:
     target, source = rig.pair(8 * MIB, slice_bytes=100_001)
     runs = make_runs((MIB, 0, 3 * MIB + 7), (5, 4 * MIB, 2 * MIB))
@@ -69,6 +88,16 @@ def test_the_caller_may_reuse_its_runs_array(target: Target, source: Source) -> 
     go.set()
     assert target.wait()[0].error == ""
     assert target.holds(source, make_runs((0, 0, KIB)))
+
+
+def test_the_caller_may_reuse_the_arrays_of_its_plan(target: Target, source: Source) -> None:
+    plan, go = split_heads(), threading.Event()
+    target.post(source, plan, go.is_set)
+    for strip in plan.strips:
+        strip.places[:] = strip.slots[:] = 2 * MIB
+    go.set()
+    assert target.wait()[0].error == ""
+    assert target.holds(source, split_heads())
 
 
 @pytest.mark.parametrize("faults", [Faults(drop_writes=True), Faults(corrupt=True)])
@@ -102,6 +131,33 @@ def test_runs_out_of_range_are_refused_before_anything_starts(target: Target, so
     with pytest.raises(RangeError, match=words):
         target.post(source, runs)
     assert target.read(source, make_runs()).error == ""
+    assert target.holds(source, make_runs())
+
+
+def _tokens(slot: int, place: int, count: int, item: tuple[int, int, int], steps: tuple[int, int]) -> Plan:
+    pattern = TokenPattern(np.array([item]), *steps)
+    return Plan((Strip(np.array([[slot, slot, 0]]), np.array([[place, place, count]]), pattern),))
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (_tokens(MIB // 2, MIB // 2 - 64, 8, (0, 0, 8), (8, 9)), "target"),
+        (_tokens(MIB // 2, MIB // 2 - 64, 8, (0, 0, 8), (9, 8)), "source"),
+        (_tokens(-8, 8, 8, (0, 0, 8), (8, 8)), "source"),
+        (_tokens(0, 0, 2**62, (0, 0, 8), (8, 8)), "source"),
+        (_tokens(0, 0, 3, (0, 0, 8), (2**62, 2**62)), "source"),
+        (_tokens(2**63 - 1, 2**63 - 1, 1, (0, 0, 8), (8, 8)), "source"),
+        (_tokens(0, 0, 8, (0, 0, 8), (8, 7)), "target runs overlap"),
+        (_tokens(0, 0, 8, (0, 0, 8), (8, 0)), "target runs overlap"),
+        (Plan(_tokens(0, 0, 8, (0, 0, 8), (8, 8)).strips * 2), "target runs overlap"),
+        (Plan((Strip(np.array([[0, 0, 0], [0, 99, 0]]), np.array([[0, 0, 100]])),)), "target runs overlap"),
+    ],
+)
+def test_plans_out_of_range_are_refused_before_anything_starts(target: Target, source: Source, plan: Plan, words: str) -> None:
+    with pytest.raises(RangeError, match=words):
+        target.post(source, plan)
+    assert target.read(source, Plan((Strip(NO_SLOT, np.array([[5, 5, 0]])),))).error == ""
     assert target.holds(source, make_runs())
 
 

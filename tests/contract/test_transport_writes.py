@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from contract_kinds import WRITE_KINDS, params
-from transport_contract_runs import pages, scattered
+from transport_contract_runs import blocks_of_layers, pages, scattered, split_heads
 from transport_peer import POISON
 from transport_rig import BIG, KIB, MIB, make_runs, wait_until
 from write_rig import Holder, Writer, WriteRig
 
+from kvbaton.core.strips import Plan, count_bytes
 from kvbaton.errors import QueueFull, RangeError, TransportError
 from kvbaton.transport.base import Batch, Direction, LateWrites, PeerRank, Runs, Ticket
 from kvbaton.transport.faulty import Faults
@@ -47,7 +48,7 @@ def pair(rig: WriteRig) -> tuple[Writer, Holder]:
 
 def test_bytes_arrive_exactly_and_neighbours_stay(pair: tuple[Writer, Holder]) -> None:
     writer, holder = pair
-    batches = [
+    batches: list[Runs | Plan] = [
         make_runs((0, 0, MIB)),
         make_runs((17, 4099, 5000)),
         make_runs((MIB - 1, 0, 1), (0, MIB - 1, 1)),
@@ -58,11 +59,13 @@ def test_bytes_arrive_exactly_and_neighbours_stay(pair: tuple[Writer, Holder]) -
         scattered(64),
         scattered(5000),
         pages(100, 8 * KIB),
+        blocks_of_layers(),
+        split_heads(),
     ]
     for runs in batches:
         holder.memory[:] = POISON
         completion = writer.write(holder, runs)
-        assert (completion.error, completion.cancelled, completion.moved_bytes) == ("", False, int(runs[:, 2].sum()))
+        assert (completion.error, completion.cancelled, completion.moved_bytes) == ("", False, count_bytes(runs))
         assert holder.holds(writer.content, runs)
         assert writer.is_untouched
 

@@ -19,6 +19,7 @@ from contract_kinds import ContractKind
 from transport_peer import POISON, content
 
 from kvbaton.core.handoff import Incarnation
+from kvbaton.core.strips import Plan, unroll
 from kvbaton.transport.base import (
     AfterEvent,
     Batch,
@@ -105,7 +106,7 @@ class Target:
     transport: Transport
     region: Region
 
-    def post(self, source: Source, runs: Runs, after: AfterEvent | None = None) -> Ticket:
+    def post(self, source: Source, runs: Runs | Plan, after: AfterEvent | None = None) -> Ticket:
         """Read `runs` from `source`."""
         return self.transport.post(Batch(source.peer, Direction.READ, runs), after)
 
@@ -118,7 +119,7 @@ class Target:
         assert len(found) == count
         return found
 
-    def read(self, source: Source, runs: Runs) -> Completion:
+    def read(self, source: Source, runs: Runs | Plan) -> Completion:
         """Post `runs` and wait for the completion."""
         ticket = self.post(source, runs)
         completion = self.wait()[0]
@@ -129,11 +130,11 @@ class Target:
         """Whether the wake-up descriptor is readable now."""
         return bool(select.select([self.transport.wakeup_fd], [], [], 0)[0])
 
-    def holds(self, source: Source, runs: Runs) -> bool:
+    def holds(self, source: Source, runs: Runs | Plan) -> bool:
         """Whether memory is what it should be after `runs`, poison everywhere else included."""
         now = np.asarray(self.memory)
         expected = np.full_like(now, POISON)
-        for at, to, count in runs.tolist():
+        for at, to, count in unroll(runs).tolist():
             expected[to : to + count] = source.content[at : at + count]
         return np.array_equal(now, expected)
 

@@ -19,6 +19,7 @@ from transport_peer import POISON, content
 from transport_rig import BIG, KIB, PATIENCE_S, PEER_SCRIPT, WHOLE, wait_until
 
 from kvbaton.core.handoff import Incarnation
+from kvbaton.core.strips import Plan, unroll
 from kvbaton.transport.base import (
     AfterEvent,
     Batch,
@@ -51,10 +52,10 @@ class Holder:
     withdraw: Callable[[], None]
     process: subprocess.Popen[bytes] | None = None
 
-    def holds(self, content_there: npt.NDArray[np.uint8], runs: Runs) -> bool:
+    def holds(self, content_there: npt.NDArray[np.uint8], runs: Runs | Plan) -> bool:
         """Whether memory is what it should be after `runs`, poison everywhere else included."""
         expected = np.full_like(self.memory, POISON)
-        for at, to, count in runs.tolist():
+        for at, to, count in unroll(runs).tolist():
             expected[to : to + count] = content_there[at : at + count]
         return np.array_equal(self.memory, expected)
 
@@ -73,7 +74,7 @@ class Writer:
     memory: npt.NDArray[np.uint8]
     transport: Transport
 
-    def post(self, holder: Holder, runs: Runs, after: AfterEvent | None = None) -> Ticket:
+    def post(self, holder: Holder, runs: Runs | Plan, after: AfterEvent | None = None) -> Ticket:
         """Write `runs` to `holder`."""
         return self.transport.post(Batch(holder.peer, Direction.WRITE, runs), after)
 
@@ -86,7 +87,7 @@ class Writer:
         assert len(found) == count
         return found
 
-    def write(self, holder: Holder, runs: Runs) -> Completion:
+    def write(self, holder: Holder, runs: Runs | Plan) -> Completion:
         """Post `runs` and wait for the completion."""
         ticket = self.post(holder, runs)
         completion = self.wait()[0]

@@ -37,7 +37,7 @@ from kvbaton.agent.source import SourceRecord, SourceSide
 from kvbaton.agent.target import TargetRecord, TargetSide
 from kvbaton.core.handoff import MAX_TRANSFER_ID, BlockLists, Executor, HandoffKey, Incarnation, Outcome, Span
 from kvbaton.core.messages import Grant, Release, encode
-from kvbaton.core.plan import Runs
+from kvbaton.core.strips import Plan, Runs
 from kvbaton.sim.instance import Bugs
 from kvbaton.sim.plants import PLANTS
 from kvbaton.sim.run import Run
@@ -170,7 +170,9 @@ class TestGrantAtAnyTime:
     @every_flow
     def test_without_the_length_check_poison_is_decoded(self, flow: Flow) -> None:
         class Lenient(SimRank):
-            def _plan(self, copy: _Copy, source_blocks: BlockLists, spans: tuple[Span, ...]) -> list[tuple[PeerRank, Runs]]:
+            def _plan(
+                self, copy: _Copy, source_blocks: BlockLists, spans: tuple[Span, ...]
+            ) -> list[tuple[PeerRank, Runs | Plan]]:
                 known = len(copy.order.target_blocks[0])
                 cut = tuple(msgspec.structs.replace(span, end_token=min(known, span.end_token)) for span in spans)
                 return super()._plan(copy, source_blocks, cut)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -30,7 +30,8 @@ from kvbaton.core.layout import Layout
 from kvbaton.core.legs import Leg, assign_legs
 from kvbaton.core.lifecycle import COPY, CopyEffect, CopyEvent, CopyState, CopyTable
 from kvbaton.core.pair import Pair, Share, pair_layouts
-from kvbaton.core.plan import BlockRuns, Runs, plan_blocks, plan_layers
+from kvbaton.core.plan import BlockRuns, plan_blocks, plan_layers
+from kvbaton.core.strips import Plan, Runs, count_bytes, count_runs, cut_runs
 from kvbaton.core.timeline import Side
 from kvbaton.errors import ConfigError, KVBatonError, QueueFull, TransportError
 from kvbaton.transport.base import Batch, Completion, Direction, FencingTransport, LateWrites, PeerRank, Ticket, Transport
@@ -52,7 +53,7 @@ class Part:
 
     copy: CopyId
     span: int
-    runs: Runs
+    runs: Runs | Plan
 
 
 @dataclass(slots=True)
@@ -643,9 +644,9 @@ class RankAgent:
             plans, most = self._plan(copy, source_blocks, spans), self._transport.batch_bytes
             parts: list[tuple[PeerRank, Part]] = []
             for peer, runs in plans:
-                planned = int(runs[:, 2].sum())
+                planned = count_bytes(runs)
                 moving.planned += planned
-                batches = _batches(runs, planned, most)
+                batches = cut_runs(runs, planned, most)
                 parts.extend((peer, Part(copy.order.copy, spans[0].number, batch)) for batch in batches)
             moving.unposted = len(parts)
         except KVBatonError as error:
@@ -677,7 +678,7 @@ class RankAgent:
         except Exception as error:
             self._fail(copy, f"{type(error).__name__}: {error}")
             raise
-        self.runs_total += len(part.runs)
+        self.runs_total += count_runs(part.runs)
         moving.unposted -= 1
         moving.open.add(ticket)
         self._owners[ticket] = (part.copy, part.span)
@@ -698,7 +699,7 @@ class RankAgent:
         self._step(copy, CopyEvent.ERROR)
         self._settle(copy)
 
-    def _plan(self, copy: _Copy, source_blocks: BlockLists, spans: tuple[Span, ...]) -> list[tuple[PeerRank, Runs]]:
+    def _plan(self, copy: _Copy, source_blocks: BlockLists, spans: tuple[Span, ...]) -> list[tuple[PeerRank, Runs | Plan]]:
         """The runs of spans by peer; what is the same for all layers is worked out once for those that follow each other."""
         order = copy.order
         known = self._routes.get(order.peer)
@@ -813,11 +814,3 @@ def _rows(spans: tuple[Span, ...]) -> Iterator[tuple[Span, ...]]:
             first = index
     if spans:
         yield spans[first:]
-
-
-def _batches(runs: Runs, runs_bytes: int, most_bytes: int) -> Iterable[Runs]:
-    if runs_bytes <= most_bytes:
-        return (runs,) if len(runs) else ()
-    ends = np.cumsum(runs[:, 2])
-    cuts = np.flatnonzero(np.diff(ends // most_bytes)) + 1
-    return (part for part in np.split(runs, cuts) if len(part))

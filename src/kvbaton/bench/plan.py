@@ -2,7 +2,8 @@
 
 The peers run in environments of their own, called as installed: vLLM plans whole blocks layer by layer, SGLang (its Mooncake
 backend) groups pages once and builds the transfers of all layers from them. Neither splits heads-major pages, so the row with
-split heads stands beside SGLang's split of tokens-major ones, token by token. All take turns, round by round.
+split heads stands beside SGLang's split of tokens-major ones, token by token. All take turns, round by round. Our plans are in
+short form, as they are posted; what a transport takes to check one is measured too, and what it takes to unroll one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from kvbaton.bench.report import BenchReport, BenchRow, Setting, check_at_least_
 from kvbaton.core.layout import Layout
 from kvbaton.core.legs import assign_legs
 from kvbaton.core.pair import Pair, pair_layouts
-from kvbaton.core.plan import plan_runs
+from kvbaton.core.plan import plan_blocks, plan_layers, plan_runs
+from kvbaton.core.strips import Plan, Runs, count_runs, unroll
 from kvbaton.core.tensors import dense_tensor, split_layers, tensor_group
 from kvbaton.core.topology import head_range
 from kvbaton.engines.base import Progress
@@ -31,6 +33,8 @@ from kvbaton.engines.sglang.setup.environment import ensure_sglang
 from kvbaton.engines.vllm.setup.environment import ensure_environment
 from kvbaton.errors import ConfigError, PeerLost
 from kvbaton.launch.installing import default_cache_dir
+from kvbaton.transport.checks import check_plan
+from kvbaton.transport.runs import Loops, check_runs, load_loops
 from kvbaton.transport.source_process import SourceProcess
 
 __all__ = ["PlanBench", "ensure_plan_peers", "run_plan_bench"]
@@ -142,9 +146,16 @@ def run_plan_bench(bench: PlanBench, progress: Progress) -> BenchReport:
             _row(title, rounds[title], name, rounds.get(f"{name} {kind}", []), {"runs": runs[title], **theirs})
             for name, theirs in beside.items()
         ]
+    rows += [
+        _row(f"{title}, {step}", rounds[f"{title}, {step}"], "", [], {"runs": runs[title]})
+        for step in (_CHECK, _UNROLL)
+        for title in runs
+    ]
     replicated, problems = _replicated(bench)
     return BenchReport([*rows, *replicated], describe_hardware(), [rounds], problems)
 
+
+_CHECK, _UNROLL = "checked", "unrolled"
 
 _CASES = (
     ("equal TP", "equal", 8, 8, True),
@@ -181,22 +192,44 @@ def _measure(
     """Seconds of every round, ours by title and the peers' by name and kind; and how many runs ours have."""
     pairs = {title: _pair(bench, source_tp, target_tp, heads_major) for title, _, source_tp, target_tp, heads_major in _CASES}
     rounds: dict[str, list[float]] = defaultdict(list)
-    runs = {title: _time_plan(bench, pair)[1] for title, pair in pairs.items()}
+    runs = {title: count_runs(_time_plan(bench, pair)[1]) for title, pair in pairs.items()}
+    loops = load_loops()
     for number in range(bench.rounds):
         progress(f"round {number + 1} of {bench.rounds}")
         for title, pair in pairs.items():
-            rounds[title] += [_time_plan(bench, pair)[0] for _ in range(_REPEATS)]
+            for _ in range(_REPEATS):
+                seconds, plan = _time_plan(bench, pair)
+                rounds[title].append(seconds)
+                rounds[f"{title}, {_CHECK}"].append(_time_check(pair, plan, loops))
+            rounds[f"{title}, {_UNROLL}"].append(_time_unroll(plan))
         for name, peer in peers.items():
-            for plan in peer.plans:
-                rounds[f"{name} {plan}"] += [peer.make(plan) for _ in range(_REPEATS)]
+            for kind in peer.plans:
+                rounds[f"{name} {kind}"] += [peer.make(kind) for _ in range(_REPEATS)]
     return dict(rounds), runs
 
 
-def _time_plan(bench: PlanBench, pair: Pair) -> tuple[float, int]:
+def _time_plan(bench: PlanBench, pair: Pair) -> tuple[float, Runs | Plan]:
     source, target = bench.lists()
     since = time.perf_counter()
-    runs = len(plan_runs(pair, (source,), (target,), 0, bench.tokens))
-    return time.perf_counter() - since, runs
+    plan = plan_layers(pair, plan_blocks(pair, (source,), (target,), 0, bench.tokens))
+    return time.perf_counter() - since, plan
+
+
+def _time_check(pair: Pair, plan: Runs | Plan, loops: Loops | None) -> float:
+    """How long a transport takes to check and to copy the plan before it accepts it, as one batch."""
+    sizes = pair.source.region_bytes, pair.target.region_bytes
+    since = time.perf_counter()
+    if isinstance(plan, Plan):
+        check_plan(plan, *sizes, loops)
+    else:
+        check_runs(plan, *sizes, loops)
+    return time.perf_counter() - since
+
+
+def _time_unroll(plan: Runs | Plan) -> float:
+    since = time.perf_counter()
+    unroll(plan)
+    return time.perf_counter() - since
 
 
 def _question(bench: PlanBench) -> dict[str, object]:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
 from kvbaton.core.layout import Group, HeadRange, Layout, Plane
+from kvbaton.core.strips import Numbers, TokenPattern, unroll_places
 from kvbaton.errors import Incompatible
 
 __all__ = [
@@ -32,8 +32,6 @@ __all__ = [
     "pair_layouts",
 ]
 
-Numbers = npt.NDArray[np.int64]
-
 _GROUP_FIELDS = ("kind", "window", "whole_blocks")
 _PLANE_FIELDS = ("name", "dtype", "element_bytes", "total_heads", "head_size")
 _WHOLE_FIELDS = ("block_tokens", "page_tokens", "tokens")
@@ -42,6 +40,8 @@ _INNER_HEAD_FIELDS = ("heads", "head_stride")
 _MOST_RANGES = 1024
 # A peer's card can ask for any number of channels; beyond this one token alone would take megabytes of runs to plan.
 _MOST_RUNS = 1 << 20
+_MOST_PAGE_RUNS = 1 << 16
+"""Runs of a page that are compared with each other when two layouts are paired."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,7 @@ class Piece:
     `runs` (source offset, target offset, bytes) are those of one token, sorted by target offset. With `joins_tokens` each of
     them continues through the tokens of a page. `slots` (source offset, target offset) are added for each layer and outer
     plane; `slot_layers` is the layer of each slot. With `slots_in_block`, all layers of a block lie inside the block.
+    `pattern` is that of one token, where the runs of a page's tokens are never joined.
     """
 
     source: Plane
@@ -74,6 +75,7 @@ class Piece:
     slots: Numbers
     slot_layers: Numbers
     slots_in_block: bool
+    pattern: TokenPattern | None = None
     _rows: dict[tuple[int, int], Numbers] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     def rows_of(self, layers: range | None) -> Numbers:
@@ -237,7 +239,29 @@ def _piece(index: int, source: Group, target: Group, shares: Sequence[PlaneShare
     joins = bool((runs[:, 2] == ours.token_stride).all()) and theirs.token_stride == ours.token_stride
     extent = np.concatenate([runs[:, :2].min(axis=0), (runs[:, :2] + runs[:, 2:]).max(axis=0)])
     in_block = _slots_in_block((source, target), (theirs, ours), slots, extent)
-    return Piece(theirs, ours, runs, joins, slots, slot_layers, in_block)
+    # Planes may lie in memory in another order than in the layout: no offset of a run may be negative, as `Strip` adds them.
+    slots = slots + extent[:2]
+    runs = runs - np.array([*extent[:2], 0], np.int64)
+    pattern = None if joins else _token_pattern(source, target, theirs, ours, runs)
+    return Piece(theirs, ours, runs, joins, slots, slot_layers, in_block, pattern)
+
+
+def _token_pattern(source: Group, target: Group, theirs: Plane, ours: Plane, runs: Numbers) -> TokenPattern | None:
+    """The pattern of a token; None where runs of two tokens of a page can be neighbours on both sides, or for a state.
+
+    A single run per token cannot: it would continue through the page.
+    """
+    pattern = TokenPattern(runs, theirs.token_stride, ours.token_stride)
+    tokens = min(source.page_tokens, target.page_tokens)
+    if source.is_state:
+        return None
+    if len(runs) > 1:
+        if len(runs) * tokens > _MOST_PAGE_RUNS:
+            return None
+        page = unroll_places(np.array([[0, 0, tokens]], np.int64), pattern)
+        if len(join_runs(page[np.argsort(page[:, 1], kind="stable")])) < len(page):
+            return None
+    return pattern
 
 
 def _layer_places(group: Group, shares: Sequence[PlaneShare], layers: Sequence[int]) -> Numbers:

@@ -2,36 +2,57 @@
 
 The part that depends only on the pair of ranks (`Pair`, in `core/pair.py`) is computed once per pair of cards. The part that
 depends on the request is here; it reads block lists only, is vectorised over blocks, tokens, heads, planes and layers, and
-joins runs that are contiguous on both sides.
+joins runs that are contiguous on both sides. Where there are many runs, the result is in short form (`core/strips.py`): layers
+and planes are slots of a strip, and where no two tokens can be joined, a token is a pattern.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from kvbaton.core.handoff import BlockLists
 from kvbaton.core.pair import GroupPair, Pair, Piece, join_runs, pair_layouts
 from kvbaton.core.segments import Numbers, Places, block_places, check_list, segments_of, state_block
+from kvbaton.core.strips import (
+    NO_RUNS,
+    NO_SLOT,
+    Plan,
+    Runs,
+    Strip,
+    TokenPattern,
+    each_token,
+    sum_runs,
+    unroll,
+    unroll_places,
+)
 from kvbaton.errors import RangeError
 
 __all__ = ["BlockRuns", "Runs", "pair_layouts", "plan_blocks", "plan_layers", "plan_runs"]
 
-Runs = npt.NDArray[np.uint64]
-"""Shape (n, 3): source offset, target offset, bytes; offsets count from the start of each side's region."""
-
-_TOGETHER = 16
-"""Runs that are added as one row of NumPy; measured: rows of 3 numbers are dominated by the cost per row."""
-
 _FEW_RUNS = 1024
-"""Up to so many runs are added as they are: what `_TOGETHER` saves is less than the calls that it takes."""
+"""Up to so many runs are planned one by one: to take the short form apart again would cost more than it saves."""
 
 _FEW_BLOCKS = 32
 """Up to so many blocks are planned without NumPy: each of its calls costs as much as a block does in Python."""
 
-BlockRuns = tuple[tuple[Numbers, ...], ...]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenPlaces:
+    """The runs of one layer where each token is runs of its own: places with a count of tokens, and the pattern of a token."""
+
+    places: Numbers
+    pattern: TokenPattern
+
+    def __len__(self) -> int:
+        return int(self.places[:, 2].sum()) * len(self.pattern.items)
+
+
+LayerRuns = Numbers | TokenPlaces
+
+BlockRuns = tuple[tuple[LayerRuns, ...], ...]
 """Per group and piece the runs of one layer, as offsets from where that layer starts."""
 
 
@@ -50,7 +71,8 @@ def plan_runs(
     `total_tokens` is the length of the whole sequence, by default `tokens`: windows are counted from its end, and states move
     with its last tokens. Raises RangeError for blocks and tokens that do not exist.
     """
-    return plan_layers(pair, plan_blocks(pair, source_blocks, target_blocks, first_token, tokens, total_tokens), layers)
+    blocks = plan_blocks(pair, source_blocks, target_blocks, first_token, tokens, total_tokens)
+    return unroll(plan_layers(pair, blocks, layers))
 
 
 def plan_blocks(
@@ -76,22 +98,28 @@ def plan_blocks(
     )
 
 
-def plan_layers(pair: Pair, blocks: BlockRuns, layers: range | None = None) -> Runs:
-    """The runs of every layer, or of the global `layers` given, from the part that is the same for all."""
+def plan_layers(pair: Pair, blocks: BlockRuns, layers: range | None = None) -> Runs | Plan:
+    """The runs of every layer, or of the global `layers` given, from the part that is the same for all.
+
+    In short form where they are many.
+    """
     parts = [
-        _over_slots(piece, in_layer, layers)
+        (piece, in_layer, piece.rows_of(layers))
         for group, runs in zip(pair.groups, blocks, strict=True)
         for piece, in_layer in zip(group.pieces, runs, strict=True)
         if len(in_layer)
     ]
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate(parts) if parts else np.empty((0, 3), np.uint64)
+    if sum(len(in_layer) * len(rows) for _, in_layer, rows in parts) > _FEW_RUNS:
+        return Plan(tuple(_strip(piece, in_layer, rows) for piece, in_layer, rows in parts if len(rows)))
+    few = [_over_slots(piece, in_layer, rows) for piece, in_layer, rows in parts]
+    if len(few) == 1:
+        return few[0]
+    return np.concatenate(few) if few else NO_RUNS
 
 
 def _group_runs(
     pair: GroupPair, source_list: tuple[int, ...], target_list: tuple[int, ...], first_token: int, tokens: int, total: int
-) -> tuple[Numbers, ...]:
+) -> tuple[LayerRuns, ...]:
     if pair.target.is_state:
         return _state_runs(pair, source_list, target_list) if tokens == total else _nothing(pair)
     first, end = pair.target.needed(first_token, tokens, total)
@@ -166,7 +194,7 @@ def _state_runs(pair: GroupPair, source_list: tuple[int, ...], target_list: tupl
     )
 
 
-def _piece_runs(piece: Piece, source: Places, target: Places, counts: Numbers) -> Numbers:
+def _piece_runs(piece: Piece, source: Places, target: Places, counts: Numbers) -> LayerRuns:
     """Runs of one layer (and of its inner planes): segments times the runs of a token, in the order of target memory."""
     at = np.empty((len(counts), 3), np.int64)
     for column, (plane, places) in enumerate(((piece.source, source), (piece.target, target))):
@@ -176,8 +204,10 @@ def _piece_runs(piece: Piece, source: Places, target: Places, counts: Numbers) -
     at[:, 2] = counts
     at = _in_order(at)
     if not piece.joins_tokens:
-        at = _each_token(piece, at)
-    runs = _sums(piece.runs[None], at[:, None, :2])
+        if (token_places := _token_places(piece.pattern, at)) is not None:
+            return token_places
+        at = each_token(at, piece.source.token_stride, piece.target.token_stride)
+    runs = sum_runs(piece.runs[None], at[:, None, :2])
     if piece.joins_tokens:
         runs[:, 2] *= np.repeat(at[:, 2], len(piece.runs)) if len(piece.runs) > 1 else at[:, 2]
     return join_runs(_in_order(runs) if len(piece.runs) > 1 else runs)
@@ -191,48 +221,38 @@ def _in_order(runs: Numbers) -> Numbers:
     return runs[np.argsort(targets, kind="stable")]
 
 
-def _each_token(piece: Piece, at: Numbers) -> Numbers:
-    """One row per token of each segment."""
-    counts = at[:, 2]
-    owner = np.repeat(np.arange(len(counts)), counts)
-    token = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-    rows = at[owner]
-    rows[:, 0] += token * piece.source.token_stride
-    rows[:, 1] += token * piece.target.token_stride
-    rows[:, 2] = 1
-    return rows
+def _token_places(pattern: TokenPattern | None, at: Numbers) -> TokenPlaces | None:
+    """Places in the order of target memory in short form; None where they are few, or where any two runs could be joined."""
+    if pattern is None or not len(at):
+        return None
+    found = TokenPlaces(at, pattern)
+    if len(found) <= _FEW_RUNS:
+        return None
+    first, last = pattern.items[0], pattern.items[-1]
+    later, steps = at[1:], at[:-1, 2] - 1
+    # Where a place ends on both sides, as seen from where the next one begins.
+    source_ends = at[:-1, 0] + steps * pattern.source_step + int(last[0] + last[2] - first[0])
+    target_ends = at[:-1, 1] + steps * pattern.target_step + int(last[1] + last[2] - first[1])
+    if (later[:, 1] < target_ends).any() and len(pattern.items) > 1:
+        return None  # places lie within each other: which runs are neighbours is found by sorting them
+    return None if ((later[:, 1] == target_ends) & (later[:, 0] == source_ends)).any() else found
 
 
-def _over_slots(piece: Piece, in_layer: Numbers, layers: range | None) -> Runs:
-    rows = piece.rows_of(layers)
+def _strip(piece: Piece, in_layer: LayerRuns, rows: Numbers) -> Strip:
+    places, pattern = (in_layer.places, in_layer.pattern) if isinstance(in_layer, TokenPlaces) else (in_layer, None)
     if piece.slots_in_block and len(rows) > 1:
-        runs = _sums(in_layer[:, None], rows.reshape(1, -1, 3))
-        return join_runs(_in_order(runs)).view(np.uint64)
-    if len(in_layer) * len(rows) <= _FEW_RUNS:
-        few: Numbers = in_layer + rows
-        return few.reshape(-1, 3).view(np.uint64)
-    return _slot_by_slot(in_layer, rows[:, 0, :2]).view(np.uint64)
+        return Strip(NO_SLOT, _within_blocks(unroll_places(places, pattern), rows))
+    return Strip(rows[:, 0], places, pattern)
 
 
-def _slot_by_slot(runs: Numbers, slots: Numbers) -> Numbers:
-    """Every run at every slot, slot after slot; several runs are added as one long row."""
-    width, whole = _TOGETHER * 3, len(runs) // _TOGETHER * _TOGETHER * 3
-    rows: Numbers = np.zeros((len(slots), _TOGETHER, 3), np.int64)
-    rows[:, :, :2] = slots[:, None]
-    rows = rows.reshape(len(slots), width)
-    flat, out = runs.reshape(-1), np.empty((len(slots), runs.size), np.int64)
-    many = out[:, :whole].reshape(len(slots), whole // width, width)
-    np.add(flat[:whole].reshape(whole // width, width), rows[:, None], out=many)
-    np.add(flat[whole:], rows[:, : runs.size - whole], out=out[:, whole:])
-    return out.reshape(len(slots) * len(runs), 3)
+def _over_slots(piece: Piece, in_layer: LayerRuns, rows: Numbers) -> Runs:
+    runs = unroll_places(in_layer.places, in_layer.pattern) if isinstance(in_layer, TokenPlaces) else in_layer
+    if piece.slots_in_block and len(rows) > 1:
+        return _within_blocks(runs, rows).view(np.uint64)
+    few: Numbers = runs + rows
+    return few.reshape(-1, 3).view(np.uint64)
 
 
-def _sums(runs: Numbers, offsets: Numbers) -> Numbers:
-    """Every run at every pair of offsets, broadcast; column by column, because NumPy is slow on inner axes of length 3."""
-    out = np.empty((max(len(runs), len(offsets)), max(runs.shape[1], offsets.shape[1]), 3), np.int64)
-    if not (len(runs) and len(offsets)):
-        return out[:0].reshape(-1, 3)
-    for column in range(2):
-        np.add(runs[:, :, column], offsets[:, :, column], out=out[:, :, column])
-    out[:, :, 2] = runs[:, :, 2]
-    return out.reshape(-1, 3)
+def _within_blocks(runs: Numbers, rows: Numbers) -> Numbers:
+    """Runs of blocks that hold all layers: the layers of a block may be one run."""
+    return join_runs(_in_order(sum_runs(runs[:, None], rows.reshape(1, -1, 3))))

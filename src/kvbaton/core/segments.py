@@ -13,11 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.core.layout import Group, TokenSplit
+from kvbaton.core.strips import Numbers
 from kvbaton.errors import RangeError
 
 __all__ = ["HOLE", "Numbers", "Places", "block_places", "check_list", "segments_of", "state_block"]
-
-Numbers = npt.NDArray[np.int64]
 
 HOLE = 1 << 62
 """Entry of a block list without a block (vLLM's null block): keeps a list aligned with the tokens where blocks before a window

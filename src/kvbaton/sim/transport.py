@@ -11,6 +11,7 @@ from kvbaton.agent.rank import RankAgent
 from kvbaton.agent.rank_orders import CopyId
 from kvbaton.core.card import Endpoint
 from kvbaton.core.handoff import HandoffKey
+from kvbaton.core.strips import unroll
 from kvbaton.errors import QueueFull
 from kvbaton.sim.memory import RankMemory, TaggedCell
 from kvbaton.sim.network import Network
@@ -143,10 +144,11 @@ class SimTransport:
     def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
         """Start moving cells, one event each."""
         del after
-        if not len(batch.runs):
+        runs = unroll(batch.runs)
+        if not len(runs):
             self._fabric.world.find("nothing twice", f"{self._where}: a batch without a run: {self.context}")
         if self.refuse_until > self._fabric.world.now:
-            is_aux = len(batch.runs) > 0 and batch.runs[0][1] >= len(self.memory.cells)
+            is_aux = len(runs) > 0 and runs[0][1] >= len(self.memory.cells)
             if self.context is not None and not is_aux:
                 self.refused_since.setdefault(self.context, self._fabric.world.now)
                 self._check_wait(self.context)
@@ -154,7 +156,7 @@ class SimTransport:
         self.refused_since.clear()
         self._last_ticket += 1
         ticket = Ticket(self._last_ticket)
-        moves = deque(move for run in batch.runs.tolist() for move in self._moves(batch.direction, *run))
+        moves = deque(move for run in runs.tolist() for move in self._moves(batch.direction, *run))
         copy = self.context
         assert copy is not None, "a batch belongs to a copy"  # noqa: S101
         owner = self._fabric.ranks.get(batch.peer)

@@ -9,6 +9,7 @@ What every implementation promises:
   never raises for what a peer does: a lost peer is a `Completion` with an error, within `timeout_s` without progress.
 - A run names where bytes come from and where they go to. In a READ the source is the peer and the target is this side, in a
   WRITE the source is this side and the target is the peer. `directions` has what `post` accepts.
+- Runs come one by one, or in short form as a `Plan`; what they are is the same.
 - The runs are copied by `post`; their order is free, target runs that overlap are refused, empty runs move nothing, and
   a batch without bytes completes with success and 0 bytes.
 - `post` refuses (QueueFull) what is beyond `max_in_flight`; a batch counts until `poll` handed it out. One batch of a peer
@@ -45,7 +46,7 @@ import numpy.typing as npt
 from kvbaton.core.auth import ClusterKey
 from kvbaton.core.card import Endpoint
 from kvbaton.core.handoff import Incarnation
-from kvbaton.core.plan import Runs
+from kvbaton.core.strips import Plan, Runs, count_bytes
 from kvbaton.errors import ConfigError
 from kvbaton.transport.table import Direction, LateWrites, MemoryKind, library_settings, nearest
 from kvbaton.wire.tls import ClusterTls
@@ -59,6 +60,7 @@ __all__ = [
     "Endpoint",
     "LateWrites",
     "PeerRank",
+    "Plan",
     "Region",
     "RegionStaging",
     "FencingTransport",
@@ -220,14 +222,14 @@ class Batch:
 
     peer: PeerRank
     direction: Direction
-    runs: Runs
+    runs: Runs | Plan
     epoch: int = 0
     """Under which registration of the peer's memory a write was granted; reads do not need one."""
 
     @property
     def wire_bytes(self) -> int:
         """Bytes that this batch moves."""
-        return int(self.runs[:, 2].sum())
+        return count_bytes(self.runs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,9 @@
-/* One memcpy per run, by a crew: whoever calls, and helpers of its own that take chunks of the same work while it lasts.
-   A helper that the system does not let run in time is not waited for. A run is three numbers: source offset, target offset,
-   bytes; `row` and `column` are the steps, in numbers, from one run to the next and from one of its numbers to the next. */
+/* One memcpy per run, by a crew: the caller, and helpers of its own that take chunks of the same work while it lasts.
+   A helper that the system does not let run in time is not waited for. */
 #define _GNU_SOURCE
+#include "strips.h"
 #include <pthread.h>
 #include <sched.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -12,17 +11,14 @@
 #define MOST_HELPERS 15
 #define CHUNK (1u << 20)
 #define WORTH_HELP (1u << 20)
-
-struct place {
-    uint64_t run, within;
-};
+#define TABLE_RUNS 256
 
 struct job {
     char *target;
     const char *source;
-    const uint64_t *runs;
-    long row, column, count;
-    struct place from;
+    const struct strip *strips;
+    uint64_t count;
+    struct cursor from;
     uint64_t bytes;
 };
 
@@ -35,38 +31,20 @@ struct crew {
     pthread_t threads[MOST_HELPERS];
 };
 
-static uint64_t size_of(const struct job *job, uint64_t run) { return job->runs[run * job->row + 2 * job->column]; }
-
-/* Walk on by at most `bytes` and at most `most_runs` runs; tells how many bytes that were. */
-static uint64_t walk(const struct job *job, struct place *place, uint64_t bytes, uint64_t most_runs) {
-    uint64_t done = 0, last = place->run + most_runs;
-    while (done < bytes && place->run < last && place->run < (uint64_t)job->count) {
-        uint64_t left = size_of(job, place->run) - place->within;
-        if (left > bytes - done) {
-            place->within += bytes - done;
-            return bytes;
-        }
-        done += left;
-        place->run++;
-        place->within = 0;
-    }
-    return done;
-}
-
+/* The runs are unrolled a few at a time, into a table that stays in the processor's first cache. */
 static void copy_chunk(const struct job *job) {
-    uint64_t run = job->from.run, within = job->from.within, left = job->bytes;
+    uint64_t table[3 * TABLE_RUNS], left = job->bytes, taken;
+    struct cursor at = job->from;
     while (left) {
-        const uint64_t *numbers = job->runs + run * job->row;
-        uint64_t bytes = numbers[2 * job->column] - within;
-        if (run + AHEAD < (uint64_t)job->count) {
-            __builtin_prefetch(job->source + numbers[AHEAD * job->row], 0, 0);
-            __builtin_prefetch(job->target + numbers[AHEAD * job->row + job->column], 1, 0);
+        uint64_t runs = take_runs(job->strips, job->count, &at, left, TABLE_RUNS, table, &taken);
+        for (const uint64_t *run = table, *end = table + 3 * runs; run < end; run += 3) {
+            if (run + 3 * AHEAD < end) {
+                __builtin_prefetch(job->source + run[3 * AHEAD], 0, 0);
+                __builtin_prefetch(job->target + run[3 * AHEAD + 1], 1, 0);
+            }
+            memcpy(job->target + run[1], job->source + run[0], run[2]);
         }
-        bytes = bytes < left ? bytes : left;
-        memcpy(job->target + numbers[job->column] + within, job->source + numbers[0] + within, bytes);
-        left -= bytes;
-        within = 0;
-        run++;
+        left -= taken;
     }
 }
 
@@ -74,7 +52,8 @@ static void copy_chunk(const struct job *job) {
 static void take_part(struct crew *crew) {
     while (crew->left && crew->left->bytes) {
         struct job chunk = *crew->left;
-        chunk.bytes = walk(crew->left, &crew->left->from, chunk.bytes < CHUNK ? chunk.bytes : CHUNK, crew->left->count);
+        take_runs(chunk.strips, chunk.count, &crew->left->from, chunk.bytes < CHUNK ? chunk.bytes : CHUNK, UINT64_MAX, 0,
+                  &chunk.bytes);
         crew->left->bytes -= chunk.bytes;
         pthread_mutex_unlock(&crew->lock);
         copy_chunk(&chunk);
@@ -138,12 +117,14 @@ void close_crew(struct crew *crew) {
     free(crew);
 }
 
-/* Copy from `place` on, which is moved: at most `most_bytes` in at most `most_runs` runs. Tells how many bytes were copied.
+/* Copy from `at` on, which is moved: at most `most_bytes` in at most `most_runs` runs. Returns how many bytes were copied.
    For one caller at a time. */
-uint64_t copy_runs(struct crew *crew, char *target, const char *source, const uint64_t *runs, long row, long column, long count,
-                   struct place *place, uint64_t most_bytes, uint64_t most_runs) {
-    struct job left = {target, source, runs, row, column, count, *place, 0};
-    uint64_t total = left.bytes = walk(&left, place, most_bytes, most_runs);
+uint64_t copy_runs(struct crew *crew, char *target, const char *source, const struct strip *strips, uint64_t count,
+                   struct cursor *at, uint64_t most_bytes, uint64_t most_runs) {
+    struct job left = {target, source, strips, count, *at, 0};
+    uint64_t total;
+    take_runs(strips, count, at, most_bytes, most_runs, 0, &total);
+    left.bytes = total;
     if (!crew->helpers || total <= WORTH_HELP) {
         copy_chunk(&left);
         return total;

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from kvbaton.core.strips import unroll
 from kvbaton.errors import QueueFull, TransportError
 from kvbaton.transport.base import (
     AfterEvent,
@@ -25,7 +26,7 @@ from kvbaton.transport.base import (
     Ticket,
     Transport,
 )
-from kvbaton.transport.runs import check_batch
+from kvbaton.transport.checks import check_batch
 
 __all__ = ["Faults", "FaultyTransport"]
 
@@ -146,8 +147,8 @@ class FaultyTransport:
         if faults.drop_writes or faults.stall or faults.fail_after == 0:
             batch = replace(batch, runs=np.empty((0, 3), np.uint64))
         elif faults.drop is not None:
-            reads = batch.direction is Direction.READ
-            batch = replace(batch, runs=faults.drop(batch.runs) if reads else faults.drop(batch.runs[:, _SWAPPED])[:, _SWAPPED])
+            runs, reads = unroll(batch.runs), batch.direction is Direction.READ
+            batch = replace(batch, runs=faults.drop(runs) if reads else faults.drop(runs[:, _SWAPPED])[:, _SWAPPED])
         inner_ticket = self._inner.post(batch, _later(after, faults))
         self._posted[inner_ticket] = posted
         self._inner_tickets[posted.ticket] = inner_ticket
@@ -179,7 +180,7 @@ class FaultyTransport:
         return True
 
     def _flip_byte(self, batch: Batch) -> None:
-        target = next(target for _, target, count in batch.runs.tolist() if count)
+        target = next(target for _, target, count in unroll(batch.runs).tolist() if count)
         self._region.flip_byte(target)
 
 

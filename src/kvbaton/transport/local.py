@@ -16,7 +16,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvbaton.errors import KVBatonError, PeerError, PeerLost, TransportError
-from kvbaton.transport.base import AfterEvent, Batch, Direction, Endpoint, PeerRank, Region, Runs, Ticket, TransportSettings
+from kvbaton.transport.base import (
+    AfterEvent,
+    Batch,
+    Direction,
+    Endpoint,
+    PeerRank,
+    Plan,
+    Region,
+    Runs,
+    Ticket,
+    TransportSettings,
+)
 from kvbaton.transport.neighbour import Neighbour, NeighbourWatch, ProcessMemory, explain_limits, is_there
 from kvbaton.transport.queued import Ledger, QueuedTransport, SliceMover, describe, detail
 from kvbaton.transport.runs import MAX_SLICE_RUNS, CopyCrew, RunCopier, RunCursor, load_loops
@@ -75,7 +86,9 @@ class _ProcessReach:
 
     def move_now(self, link: _Process, batch: Batch) -> tuple[int, str]:
         """Copy a small batch out of mapped memory, in the calling thread; see `Ledger.move_now`."""
-        if link.copier is None or not (moved := link.copier.move_few(batch.runs, _AT_ONCE_BYTES)):
+        if link.copier is None or isinstance(batch.runs, Plan):  # a plan has too many runs for this
+            return 0, ""
+        if not (moved := link.copier.move_few(batch.runs, _AT_ONCE_BYTES)):
             return 0, ""
         try:
             self.confirm(link)

@@ -36,7 +36,8 @@ from kvbaton.transport.base import (
     Ticket,
     TransportSettings,
 )
-from kvbaton.transport.runs import MAX_SLICE_RUNS, RunCursor, check_batch, load_loops
+from kvbaton.transport.checks import check_batch, check_listed
+from kvbaton.transport.runs import MAX_SLICE_RUNS, RunCursor, load_loops
 from kvbaton.transport.wakeup import Wakeup
 
 __all__ = [
@@ -175,10 +176,13 @@ class Ledger(Generic[L]):
         with self._lock:
             checked = self._known(batch.peer)
         # Not under the lock: a batch of a million runs takes milliseconds to check, and the mover finishes others meanwhile.
-        runs = check_batch(batch, self._region.region_bytes, checked.endpoint.region_bytes, self._loops)
-        if self._check is not None:
+        sizes = self._region.region_bytes, checked.endpoint.region_bytes
+        if self._check is None:
+            cursor = RunCursor(check_batch(batch, *sizes, self._loops), self._loops)
+        else:
+            runs = check_listed(batch, *sizes, self._loops)
             self._check(checked.link, runs)
-        cursor = RunCursor(runs)
+            cursor = RunCursor(runs)
         with self._lock:
             known = self._known(batch.peer)
             if known is not checked:  # revoked and connected anew in between, maybe with a smaller region

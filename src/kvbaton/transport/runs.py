@@ -1,5 +1,5 @@
-"""Runs as arrays: checked before a transport accepts them, cut into slices by a cursor, and copied at the speed of `memcpy`.
-Pieces of a region are summed here too, for checksums.
+"""Runs, as arrays or in short form: checked before a transport accepts them, cut into slices by a cursor, and copied at the
+speed of `memcpy`. Pieces of a region are summed here too, for checksums.
 
 A loop in Python costs as much per run as copying 4 KiB does. Where a C compiler was there, loops in C are used: they are
 compiled when they are first needed, and kept in a directory of this user's cache that no other user can write to. Elsewhere
@@ -28,8 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.core.checks import Pieces
+from kvbaton.core.strips import NO_RUNS, NO_SLOT, Numbers, Plan, Runs, Strip, TokenPattern, count_bytes, unroll
 from kvbaton.errors import ConfigError, RangeError
-from kvbaton.transport.base import Batch, Direction, Runs
 
 __all__ = [
     "CopyCrew",
@@ -38,19 +38,18 @@ __all__ = [
     "RegionSummer",
     "RunCopier",
     "RunCursor",
-    "check_batch",
     "check_offsets",
     "check_runs",
     "compile_c",
+    "StripTable",
     "load_loops",
 ]
 
 _log = logging.getLogger("kvbaton.transport")
 
-Place = npt.NDArray[np.uint64]
-"""Where a loop is in its runs: the number of a run, and the bytes of it that are copied."""
-
-_CODE = tuple(Path(__file__).with_name(name) for name in ("check_runs.c", "copy_runs.c", "move_few.c", "sum_pieces.c"))
+_NAMES = ("check_runs.c", "copy_runs.c", "move_few.c", "strips.c", "sum_pieces.c")
+_CODE = tuple(Path(__file__).with_name(name) for name in _NAMES)
+_HEADER = Path(__file__).with_name("strips.h")
 _OPTIONS = ("-O3", "-shared", "-fPIC", "-pthread")
 _COMPILE_S = 60.0
 
@@ -67,8 +66,21 @@ _TRIAL_BYTES = 509
 _FEW_RUNS = 4
 _QUICK_BYTES, _ANY_BYTES = 256 << 10, 2**63 - 1
 _FIRST_BYTE = ctypes.c_char * 1
+_FEW_TAKEN = 8 * MAX_SLICE_RUNS
+"""Up to so many runs are unrolled with the interpreter's lock: it takes some ten microseconds."""
+
+_STRIP_WORDS = 10
+_ROW_BYTES = 24
+_NO_SLOT_AT: int = NO_SLOT.ctypes.data
 _TOO_LONG = 1
 """What the loop answers instead of summing more than it may."""
+
+
+class _RunPlace(ctypes.Array[ctypes.c_uint64]):
+    """Where a loop is in its runs: `struct cursor` of strips.h."""
+
+    _length_ = 6
+    _type_ = ctypes.c_uint64
 
 
 class Loops:
@@ -80,13 +92,17 @@ class Loops:
         self.open_crew, self.close_crew, self.copy_runs = code.open_crew, code.close_crew, code.copy_runs
         self.open_crew.argtypes, self.open_crew.restype = [number], pointer
         self.close_crew.argtypes, self.close_crew.restype = [pointer], None
-        self.copy_runs.argtypes = [pointer, pointer, pointer, pointer, number, number, number, pointer, size, size]
+        self.copy_runs.argtypes = [pointer, pointer, pointer, pointer, size, pointer, size, size]
         self.copy_runs.restype = size
         # Calls that take microseconds keep the interpreter's lock: a thread that releases it may wait milliseconds for it.
         holding = ctypes.PyDLL(str(library))
         self._check_runs, self._check_few = code.check_runs, holding.check_runs
         for check in (self._check_runs, self._check_few):
             check.argtypes = [pointer, number, number, number, size, size, pointer]
+        self._check_strips, self._take_runs, self._take_few = holding.check_strips, code.take_runs, holding.take_runs
+        self._check_strips.argtypes = [pointer, size, size, size]
+        for take in (self._take_runs, self._take_few):
+            take.argtypes, take.restype = [pointer, size, pointer, size, size, pointer, pointer], size
         self._move_few = holding.move_few
         self._move_few.argtypes = [pointer, size, pointer, size, pointer, number, number, number, size]
         self._move_few.restype = size
@@ -112,6 +128,19 @@ class Loops:
         numbers = (row, column, len(runs), source_bytes, target_bytes)
         check = self._check_few if len(runs) <= MAX_SLICE_RUNS else self._check_runs
         return own if check(runs.ctypes.data, *numbers, own.ctypes.data) else None
+
+    def passes(self, table: StripTable, source_bytes: int, target_bytes: int) -> bool:
+        """Whether all runs of a plan are seen, from its slots and places, to be inside both regions and not to overlap."""
+        return bool(self._check_strips(table.words, table.strip_count, source_bytes, target_bytes))
+
+    def take(self, cursor: RunCursor, place: _RunPlace, most_bytes: int, most_runs: int, out: Runs | None) -> int:
+        """Unroll the runs behind a place among those of a cursor, at most so many, into `out`, or step over them.
+
+        The place moves on. Returns how many runs that were.
+        """
+        take = self._take_few if most_runs <= _FEW_TAKEN else self._take_runs
+        into, taken = None if out is None else out.ctypes.data, ctypes.c_uint64()
+        return int(take(cursor.words, cursor.strip_count, place, most_bytes, most_runs, into, ctypes.byref(taken)))
 
     def move_few(self, starts: tuple[int, int], sizes: tuple[int, int], runs: Runs, most_bytes: int) -> int:
         """Check a few runs as `checked` does and copy them, with the interpreter's lock; returns how many bytes that were.
@@ -163,14 +192,13 @@ class CopyCrew:
         if not self._crew:
             raise ConfigError("no memory for the helpers that copy between processes")
 
-    def copy(self, target: int, source: int, runs: Runs, place: Place, most_bytes: int, most_runs: int) -> int:
-        """Copy runs to a target address, from a source address, without the interpreter's lock, and move the place on.
+    def copy(self, target: int, source: int, cursor: RunCursor, most_bytes: int, most_runs: int) -> int:
+        """Copy what follows a cursor to a target address, from a source address, without the interpreter's lock.
 
-        Returns how many bytes that were. For one thread at a time.
+        Returns how many bytes that were; the caller advances. For one thread at a time.
         """
-        row, column = (stride // runs.itemsize for stride in runs.strides)
-        numbers = (row, column, len(runs), place.ctypes.data, most_bytes, most_runs)
-        return int(self.loops.copy_runs(self._crew, target, source, runs.ctypes.data, *numbers))
+        strips = (cursor.words, cursor.strip_count, cursor.place)
+        return int(self.loops.copy_runs(self._crew, target, source, *strips, most_bytes, most_runs))
 
     def close(self) -> None:
         """End the helpers; no copy may be running. Idempotent."""
@@ -190,7 +218,7 @@ def load_loops(directory: Path | None = None, compiler: str = "cc") -> Loops | N
 
 def _library(directory: Path, compiler: str) -> Path:
     """The compiled file, which is named after what it was made from."""
-    code = b"".join(file.read_bytes() for file in _CODE)
+    code = b"".join(file.read_bytes() for file in (*_CODE, _HEADER))
     digest = hashlib.blake2b(code + repr((_OPTIONS, platform.machine(), platform.libc_ver())).encode(), digest_size=8)
     library = directory / f"loops-{digest.hexdigest()}.so"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -221,13 +249,6 @@ def _check_private(directory: Path) -> None:
     state = directory.stat()
     if state.st_uid != os.getuid() or state.st_mode & 0o022:
         raise PermissionError(f"{directory} belongs to, or can be written by, another user")
-
-
-def check_batch(batch: Batch, own_bytes: int, peer_bytes: int, loops: Loops | None = None) -> Runs:
-    """The runs of `batch`, checked as `check_runs` does; whose region is the source depends on the direction."""
-    if batch.direction is Direction.READ:
-        return check_runs(batch.runs, peer_bytes, own_bytes, loops)
-    return check_runs(batch.runs, own_bytes, peer_bytes, loops)
 
 
 def check_runs(runs: Runs, source_bytes: int, target_bytes: int, loops: Loops | None = None) -> Runs:
@@ -297,19 +318,84 @@ def _refuse_piece(piece: Sequence[int] | Pieces, region_bytes: int) -> NoReturn:
     raise RangeError(f"a piece at offset {piece[0]} with {piece[1]} bytes lies outside the region of {region_bytes} bytes")
 
 
-class RunCursor:
-    """A place in a list of runs, counted in bytes; hands out the next runs in slices. `place` is for loops in C."""
+class StripTable:
+    """A private copy of a plan, as loops in C read it: `words` are `struct strip` of strips.h, one behind the other.
 
-    def __init__(self, runs: Runs) -> None:
-        self.runs = self._runs = runs
-        self.place = np.zeros(2, np.uint64)
-        self.total_bytes = int(runs[:, _BYTES].sum())
+    Raises RangeError where the plan is not made of arrays of the right kind.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        arrays: list[Numbers] = []
+        for strip in plan.strips:
+            arrays += (strip.slots, strip.places) if strip.pattern is None else (strip.slots, strip.places, strip.pattern.items)
+        for array in arrays:
+            if array.dtype != np.int64 or array.ndim != 2 or array.shape[1] != 3:
+                raise RangeError(f"strips must be int64 arrays of shape (n, 3), not {array.dtype} of shape {array.shape}")
+        # One array for all: to find the address of an array takes as long as to copy a thousand places.
+        self._numbers: Numbers = np.concatenate(arrays) if arrays else NO_SLOT[:0]
+        self._strips: list[tuple[int, int, int, tuple[int, int] | None]] = []
+        words: list[int] = []
+        first, address = 0, self._numbers.ctypes.data
+        for strip in plan.strips:
+            slots, places, items, steps = len(strip.slots), len(strip.places), 0, None
+            if strip.pattern is not None:
+                items, steps = len(strip.pattern.items), (strip.pattern.source_step, strip.pattern.target_step)
+                if not all(0 <= step < 1 << 63 for step in steps):
+                    raise RangeError(f"a step from token to token is {steps}; it must be at least 0 and below 2^63")
+            at = [address + _ROW_BYTES * (first + skipped) for skipped in (0, slots, slots + places)]
+            words += (at[0], slots, at[1], places, 3, 1, at[2], items, *(steps or (0, 0)))
+            self._strips.append((slots, places, items, steps))
+            first += slots + places + items
+        self.words = (ctypes.c_uint64 * len(words))(*words)
+        self.strip_count = len(plan.strips)
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """The copy."""
+        strips, first = [], 0
+        for slots, places, items, steps in self._strips:
+            numbers = self._numbers[first : first + slots + places + items]
+            pattern = None if steps is None else TokenPattern(numbers[slots + places :], *steps)
+            strips.append(Strip(numbers[:slots], numbers[slots : slots + places], pattern))
+            first += slots + places + items
+        return Plan(tuple(strips))
+
+
+class RunCursor:
+    """A place in runs, counted in bytes; hands out the next ones in slices. `words` and `place` are for loops in C.
+
+    A plan is unrolled slice by slice, where there are `loops`.
+    """
+
+    def __init__(self, runs: Runs | StripTable, loops: Loops | None = None) -> None:
+        self._loops = loops
+        self._table = runs if isinstance(runs, StripTable) and loops is not None else None
+        self._runs = unroll(runs.plan) if isinstance(runs, StripTable) and loops is None else NO_RUNS
+        if not isinstance(runs, StripTable):
+            self._runs = runs
+        self.total_bytes = count_bytes(self._runs if self._table is None else self._table.plan)
         self.done_bytes = 0
+        self.place = _RunPlace()
+        self._peeked, self._peeked_bytes = _RunPlace(), 0
 
     @property
     def remaining_bytes(self) -> int:
         """Bytes behind the cursor's place."""
         return self.total_bytes - self.done_bytes
+
+    @functools.cached_property
+    def words(self) -> ctypes.Array[ctypes.c_uint64]:
+        """The runs as strips: `struct strip` of strips.h."""
+        if self._table is not None:
+            return self._table.words
+        row, column = (stride // self._runs.itemsize for stride in self._runs.strides)
+        listed = (_NO_SLOT_AT, 1, self._runs.ctypes.data, len(self._runs), row, column, 0, 0, 0, 0)
+        return (ctypes.c_uint64 * _STRIP_WORDS)(*listed)
+
+    @property
+    def strip_count(self) -> int:
+        """How many strips `words` has."""
+        return 1 if self._table is None else self._table.strip_count
 
     @functools.cached_property
     def _ends(self) -> npt.NDArray[np.int64]:
@@ -319,6 +405,8 @@ class RunCursor:
         """The next runs, cut so that they hold at most `max_bytes` in at most `max_runs` pieces; not to be changed."""
         if not self.remaining_bytes:
             return self._runs[:0]
+        if self._table is not None:
+            return self._unrolled(max_bytes, max_runs)
         if not self.done_bytes and self.total_bytes <= max_bytes and len(self._runs) <= max_runs:
             return self._runs
         stop = min(self.done_bytes + max_bytes, self.total_bytes)
@@ -334,6 +422,16 @@ class RunCursor:
     def advance(self, count: int) -> None:
         """Move the place on by `count` bytes."""
         self.done_bytes += count
+
+    def _unrolled(self, max_bytes: int, max_runs: int) -> Runs:
+        assert self._loops is not None  # noqa: S101
+        if behind := self.done_bytes - self._peeked_bytes:
+            self._loops.take(self, self._peeked, behind, _ANY_BYTES, None)
+            self._peeked_bytes = self.done_bytes
+        # No run is empty, so that there are no more of them than bytes.
+        out = np.empty((min(max_runs, max_bytes, self.remaining_bytes), 3), np.uint64)
+        count = self._loops.take(self, _RunPlace(*self._peeked), max_bytes, len(out), out)
+        return out[:count]
 
 
 def _is_grid(starts: Runs, lengths: Runs) -> bool:
@@ -387,7 +485,7 @@ class RunCopier:
     def copy_on(self, cursor: RunCursor, most_bytes: int, most_runs: int) -> int:
         """Copy what follows a cursor, with the loop in C; returns how many bytes. The caller advances."""
         assert self._crew is not None  # noqa: S101
-        return self._crew.copy(*self._starts, cursor.runs, cursor.place, most_bytes, most_runs)
+        return self._crew.copy(*self._starts, cursor, most_bytes, most_runs)
 
     def move_few(self, runs: Runs, most_bytes: int) -> int:
         """Check and copy a few runs at once, with the loop in C; 0, and nothing was copied, where that is not possible.

@@ -34,7 +34,7 @@ from kvbaton.agent.rank_orders import (
 )
 from kvbaton.core.card import Card, Endpoint, RankCard
 from kvbaton.core.handoff import Executor, Incarnation, Span
-from kvbaton.core.plan import Runs
+from kvbaton.core.strips import Plan, Runs, unroll
 from kvbaton.errors import TransportError
 from kvbaton.transport.base import (
     BATCH_BYTES,
@@ -343,8 +343,8 @@ def test_a_span_is_cut_into_batches_as_large_as_the_transport_has_them() -> None
     assert batches[1] == [[run] for run in whole]
 
 
-def _rows(runs: Runs) -> list[tuple[int, ...]]:
-    return [tuple(int(number) for number in row) for row in runs]
+def _rows(runs: Runs | Plan) -> list[tuple[int, ...]]:
+    return [tuple(int(number) for number in row) for row in unroll(runs)]
 
 
 def test_a_transport_that_moves_less_than_was_posted_is_not_believed() -> None:

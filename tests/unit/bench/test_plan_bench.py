@@ -16,6 +16,7 @@ def test_a_small_run_has_all_rows_and_plans_what_is_needed() -> None:
     report = run_plan_bench(PlanBench(tokens=100, layers=3, rounds=2), said.append)
     names = [row.name for row in report.rows]
     assert names[:2] == ["equal TP", "TP 8 to 4, heads-major pages"]
+    assert {"TP 8 to 4, tokens-major pages, checked", "TP 8 to 4, tokens-major pages, unrolled"} <= set(names)
     assert {row.ratio for row in report.rows if row.unit == "bytes"} == {1.0}
     assert report.problems == []
     assert len(report.rounds[0]["equal TP"]) == 2 * 5

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from kvbaton.core import plan
 from kvbaton.core.layout import HeadRange, Layout
 from kvbaton.core.plan import Runs, pair_layouts, plan_blocks, plan_layers, plan_runs
+from kvbaton.core.strips import unroll
 from kvbaton.errors import Incompatible, RangeError
 
 
@@ -96,7 +97,7 @@ def test_chunks_and_layers_in_parts_are_the_same_copies_as_the_whole(case: Case,
     for first, end in itertools.pairwise(cuts) if case.total else [(0, 0)]:
         blocks = plan_blocks(pair, case.source.blocks, case.target.blocks, first, end, case.total)
         for layers in (range(1), range(1, 3)):
-            part = _copied(plan_layers(pair, blocks, layers))
+            part = _copied(unroll(plan_layers(pair, blocks, layers)))
             assert not part.keys() & copied.keys()
             copied |= part
     assert copied == whole.copies()

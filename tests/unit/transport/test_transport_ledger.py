@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvbaton.core.handoff import Incarnation
+from kvbaton.core.strips import count_runs
 from kvbaton.errors import Bug, RangeError, TransportError
 from kvbaton.transport.base import Batch, Direction, Endpoint, PeerRank, Region, Runs, TransportSettings
 from kvbaton.transport.queued import CancelJob, Ledger, PostJob, RevokeLink
@@ -118,7 +119,7 @@ def test_a_wakeup_is_a_flag_not_a_counter() -> None:
 
 
 def test_a_small_batch_is_moved_by_the_caller_and_completes_like_any_other(ledger: Ledger[str]) -> None:
-    ticket = ledger.move_now(BATCH, lambda link, batch: (len(link) + len(batch.runs), ""))
+    ticket = ledger.move_now(BATCH, lambda link, batch: (len(link) + count_runs(batch.runs), ""))
     assert ticket is not None
     assert is_set(ledger.done)
     assert not is_set(ledger.work)
@@ -138,7 +139,7 @@ def test_a_small_batch_overtakes_nothing(ledger: Ledger[str]) -> None:
 
     def move(link: str, batch: Batch) -> tuple[int, str]:
         moved.append(link)
-        return len(batch.runs), ""
+        return count_runs(batch.runs), ""
 
     ledger.admit(BATCH, None)
     assert ledger.move_now(BATCH, move) is None

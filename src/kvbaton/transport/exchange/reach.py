@@ -67,7 +67,7 @@ class CopyHelpers:
                 raise TransportError("the exchange is closed")
             while cursor.remaining_bytes:
                 sizes = cursor.remaining_bytes, len(runs) + 1
-                cursor.advance(self._crew.copy(target_address, source_address, cursor.runs, cursor.place, *sizes))
+                cursor.advance(self._crew.copy(target_address, source_address, cursor, *sizes))
 
     def close(self) -> None:
         """End the threads once they are done. Idempotent."""

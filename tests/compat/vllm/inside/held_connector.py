@@ -24,6 +24,7 @@ from kvbaton.agent.sockets import ControlSockets
 from kvbaton.config import Limits
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.messages import Heartbeat, Message, Retracted
+from kvbaton.core.strips import unroll
 from kvbaton.engines.vllm.connector import KVBatonConnector
 from kvbaton.engines.vllm.instance import WorkerInstance
 from kvbaton.engines.vllm.settings import ConnectorSettings
@@ -92,7 +93,7 @@ class _HeldTransport(FaultyTransport):
             batch = self._runs.pop(completion.ticket, None)
             if batch is not None and not completion.error:
                 digest = hashlib.blake2b(digest_size=8)
-                for _, target, count in batch.runs.tolist():
+                for _, target, count in unroll(batch.runs).tolist():
                     digest.update(self._memory[target : target + count])
                 _note(self._directory / "read", digest.hexdigest())
         return completions
