@@ -543,7 +543,7 @@ def releases(count: int) -> list[Release]:
 @contextmanager
 def greeted(sockets: ControlSockets, *, takes_several: bool) -> Iterator[WirePeer]:
     """A key holder that has shown its card, and whether it reads frames of several messages."""
-    with dial(sockets, KEY.key) as peer:
+    with dial(sockets, SECRET) as peer:
         peer.send(encode(BOB, "", Hello(card_of("bob"), wants_answer=False, takes_several=takes_several)))
         take(sockets)
         yield peer
