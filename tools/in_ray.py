@@ -37,6 +37,7 @@ def ensure_ray() -> PeerEnvironment:
 
 if __name__ == "__main__":
     ray = ensure_ray()
-    # Not set in the environment of this repository's other commands: Ray would report what is used to its makers.
-    variables = {**ray.variables(), "RAY_USAGE_STATS_ENABLED": "0"}
+    # Not set in the environment of this repository's other commands: Ray would report what is used to its makers. And Serve
+    # kills an HTTP proxy that is not ready after 5 s, which a busy machine needs to import it; the start then fails.
+    variables = {**ray.variables(), "RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}
     os.execve(ray.python, [str(ray.python), *sys.argv[1:]], {**os.environ, **variables})  # noqa: S606
