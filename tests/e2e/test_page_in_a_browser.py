@@ -17,7 +17,7 @@ from watching import wait_until
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.sampled(1, group="page"),
+    pytest.mark.sampled(4, group="page"),
     pytest.mark.skipif(find_browser() is None, reason="no Chromium here; on Debian: apt-get install chromium"),
 ]
 
