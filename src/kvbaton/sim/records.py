@@ -145,8 +145,8 @@ def alarm_problems(source: SourceSide, target: TargetSide) -> Iterator[str]:
     alarms = vars(source)["_timers"]
     for record in source.live.values():
         if record.state is not SourceState.STOPPING:
-            is_queued = record.state is SourceState.QUEUED
-            until = record.capped_at if is_queued else min(record.lease_until, record.capped_at)
+            is_alone = record.state is SourceState.QUEUED and record.target is None
+            until = record.capped_at if is_alone else min(record.lease_until, record.capped_at)
             if alarms.set_for(record.key) > until:
                 yield f"{record.key}, {record.state} source: no alarm is set for its deadline"
     alarms = vars(target)["_timers"]

@@ -167,6 +167,9 @@ class Replay:
         self._struck: list[Fault] = []
         self._dying: set[str] = set()
         self._stopped: Counter[str] = Counter()
+        self._longest_cut_s = 0.0
+        """For how long packets were lost at most."""
+        self._heals_by = 0.0
         self._started_at = time.monotonic()
 
     def run(self) -> Replayed:
@@ -357,7 +360,8 @@ class Replay:
         for side in attempt.open_sides:
             if side is not by and self._random.random() < self.script.router_cancels:
                 self.house.order(side.name, CancelRequest(attempt.number))
-        if client.attempts <= client.script.retries and not client.is_over:
+        is_patient = client.is_probe and time.monotonic() < self._heals_by
+        if (client.attempts <= client.script.retries or is_patient) and not client.is_over:
             self._at(client.script.retry_after_s * self.scale, partial(self._attempt, client))
 
     def _is_excused(self, client: _ReplayClient) -> bool:
@@ -444,6 +448,7 @@ class Replay:
             if self.links is None:
                 self.house.order(sender, StrikeHere(fault.kind, self.house.address(receiver), for_s))
             else:
+                self._longest_cut_s = max(self._longest_cut_s, for_s)
                 self.links.cut(sender, receiver)
                 self._at(for_s, partial(self.links.join, sender, receiver))
 
@@ -460,7 +465,12 @@ class Replay:
     # Checks.
 
     def _probe(self) -> list[_ReplayClient]:
-        """One more request for each pair, in both modes; at the second attempt at the latest it has to be served."""
+        """One more request for each pair, in both modes; at the second attempt at the latest it has to be served.
+
+        TCP waits twice as long each time before it sends again what was not acknowledged: where packets were lost, a connection
+        may be silent for as long again as its link was cut.
+        """
+        self._heals_by = time.monotonic() + 2 * self._longest_cut_s
         pairs = itertools.product(range(self.script.prefills), range(self.script.decodes), Mode)
         probes = [
             _ReplayClient(RequestScript(0.0, prefill, decode, 2, 1, mode, retries=1, retry_after_s=0.2), number, is_probe=True)
