@@ -564,8 +564,8 @@ class ReplayInstance(BareInstance):
 
     def _submit(self, order: SubmitSide) -> None:
         name = order.task.name
-        known = (self.targets if order.source else self.sources).get(name)
-        if known is not None and (known.live or not known.next_index):
+        if name in (self.targets if order.source else self.sources):
+            # Also one whose end is not reported yet: it would be lost with its task.
             self._over(order.number, Outcome.FAILED, "a request of this transfer id is live already")
         elif order.source:
             target = ReplayedTarget(order, self.books)
