@@ -402,7 +402,8 @@ class Reactions:
                 case Confirmed():
                     is_taken = record.is_confirmed if not is_reading else state is not TargetState.CONFIRMING
                 case Refused():
-                    is_taken = record.grant != message.grant or record.peer_is_quiet
+                    # A number alone is replaced by another; a hand-off that is refused ends.
+                    is_taken = record.peer_is_quiet or (message.stale and record.grant != message.grant)
                 case Over() | Stopped():
                     is_taken = record.peer_is_quiet or message.grant != record.grant or state not in _CLOSING
             is_taken = is_taken or (state in _CLOSING and not isinstance(message, Refused | Over | Stopped))
