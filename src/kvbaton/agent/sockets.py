@@ -208,8 +208,7 @@ class ControlSockets:
 
     def _send_together(self, peer: Incarnation, messages: list[Message]) -> None:
         """Send messages to one peer in one frame, unless that would be a long one: then each has its own."""
-        frame = encode_several(self._me, peer, messages)
-        if len(messages) == 1 or len(frame) <= _MAX_TOGETHER_BYTES:
+        if len(messages) > 1 and len(frame := encode_several(self._me, peer, messages)) <= _MAX_TOGETHER_BYTES:
             self._send_frame(peer, frame)
         else:
             for message in messages:
@@ -229,7 +228,8 @@ class ControlSockets:
 
         What was sent leaves first.
         """
-        self._send_waiting()
+        if self._waiting:
+            self._send_waiting()
         if self._refusals:
             self._door.flush()
             return True
@@ -246,8 +246,11 @@ class ControlSockets:
             if envelope is not None:
                 tag = connection.tag
                 via = tag.address if isinstance(tag, _Dialled) else None
-                for each in split(envelope):
-                    yield each, via
+                if not envelope.more:
+                    yield envelope, via
+                else:
+                    for each in split(envelope):
+                        yield each, via
         if self._waiting:
             self._send_waiting()
             self._door.flush()
