@@ -370,10 +370,9 @@ class RunCursor:
     def __init__(self, runs: Runs | StripTable, loops: Loops | None = None) -> None:
         self._loops = loops
         self._table = runs if isinstance(runs, StripTable) and loops is not None else None
-        self._runs = unroll(runs.plan) if isinstance(runs, StripTable) and loops is None else NO_RUNS
-        if not isinstance(runs, StripTable):
-            self._runs = runs
-        self.total_bytes = count_bytes(self._runs if self._table is None else self._table.plan)
+        known = runs.plan if isinstance(runs, StripTable) else runs
+        self._runs = unroll(known) if self._table is None else NO_RUNS
+        self.total_bytes = count_bytes(known)
         self.done_bytes = 0
         self.place = _RunPlace()
         self._peeked, self._peeked_bytes = _RunPlace(), 0
