@@ -32,6 +32,7 @@ from kvbaton.agent.rank_orders import (
     SpanMoved,
     StopCopy,
 )
+from kvbaton.core import plan
 from kvbaton.core.card import Card, Endpoint, RankCard
 from kvbaton.core.handoff import Executor, Incarnation, Span
 from kvbaton.core.strips import Plan, Runs, unroll
@@ -118,8 +119,10 @@ class Rig:
         return memory
 
 
-@pytest.fixture
-def rig() -> Iterator[Rig]:
+@pytest.fixture(params=[plan._FEW_RUNS, 0], ids=["runs", "plans"])
+def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    """A rig whose few runs are planned one by one, as always, and one where they are posted in short form, as many are."""
+    monkeypatch.setattr(plan, "_FEW_RUNS", request.param)
     rig = Rig()
     yield rig
     rig.close()
