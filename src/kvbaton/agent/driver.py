@@ -18,9 +18,9 @@ from functools import partial
 
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import AgentStats, Allocation, EngineEvent, HandoffPort, Offer, SourceRequest, SpansReady
+from kvbaton.agent.ports import Bell, Clock, ControlSocketsPort
 from kvbaton.agent.rank_orders import PoisonBlocks
 from kvbaton.agent.rank_sets import RankSet
-from kvbaton.agent.sockets import FRAMES_PER_TURN, ControlSockets
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import Card
@@ -37,39 +37,50 @@ _Command = Callable[[], None] | tuple[SpansReady, ...]
 """A call of the engine. Spans are data, so that those that wait together are announced together."""
 
 _MAX_COMMANDS = 100_000
-_COMMANDS_PER_BEAT = 256
 _IDLE_S = 5.0
 _STOP_S = 10.0
 _PAUSE_S = 0.05
 
 
 class Driver(HandoffPort):
-    """Runs one instance over `ranks`, wherever those live; `news` is called, from this thread, when `events` has something."""
+    """Runs one instance over `ranks`, wherever those live; `news` is called, from this thread, when `events` has something.
+
+    Everything that it knows of the world comes through its arguments: the sockets, the clock, and the bell that commands of the
+    engine ring. The simulator passes virtual ones.
+    """
+
+    commands_per_beat = 256
+    """How many commands are carried out between two looks at the heartbeats."""
 
     def __init__(
         self,
         card: Card,
         ranks: RankSet,
         limits: Limits,
-        sockets: ControlSockets,
+        sockets: ControlSocketsPort,
         news: Callable[[], None],
         settings: HandoffSettings = DEFAULT_HANDOFF,
         observe: Observer = no_observer,
+        *,
+        clock: Clock = time.monotonic,
+        bell: Bell | None = None,
+        coordinator: type[Coordinator] = Coordinator,
     ) -> None:
         self.card = card
         self._ranks = ranks
         self._sockets = sockets
         self._limits = limits
-        self._read_all_at = time.monotonic()
+        self._clock = clock
+        self._read_all_at = clock()
         """When every frame that had arrived was last read."""
         self._news = news
         self._commands: deque[_Command] = deque()
         self._events: deque[EngineEvent] = deque()
-        self._coordinator = Coordinator(
+        self._coordinator = coordinator(
             card,
             ranks.transport_name,
             limits,
-            time.monotonic,
+            clock,
             sockets,
             ranks,
             self._events.append,
@@ -80,7 +91,7 @@ class Driver(HandoffPort):
         self._turns = 0
         self._busy_s = 0.0
         self._poll_s = 0.0
-        self._wakeup = Wakeup()
+        self._wakeup = Wakeup() if bell is None else bell
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvbaton-agent", daemon=True)
 
@@ -92,7 +103,7 @@ class Driver(HandoffPort):
     @property
     def is_engine_hung(self) -> bool:
         """Whether the engine has taken no step for so long that its peers have given it up. An idle one is woken more often."""
-        age_s = time.monotonic() - self._coordinator.stepped_at
+        age_s = self._clock() - self._coordinator.stepped_at
         return age_s > max(self._limits.transfer_timeout, 2 * _IDLE_S)
 
     def start(self) -> None:
@@ -134,7 +145,7 @@ class Driver(HandoffPort):
 
     def engine_is_busy(self, is_busy: bool) -> None:
         """The engine begins or ends a step, in which it takes no request: grants for requests that it has not seen may wait."""
-        self._coordinator.source.busy_since = time.monotonic() if is_busy else math.inf
+        self._coordinator.source.busy_since = self._clock() if is_busy else math.inf
 
     def poison(self, blocks: BlockLists, cached_tokens: int) -> None:
         """Have every rank spoil blocks before they are granted: to be called before `allocated`."""
@@ -193,17 +204,17 @@ class Driver(HandoffPort):
 
     def _note_step(self) -> None:
         """The engine is at work. Peers learn how long ago that was: an engine may hang while this thread goes on beating."""
-        self._coordinator.stepped_at = time.monotonic()
+        self._coordinator.stepped_at = self._clock()
 
     def _run(self) -> None:
         while not self._stopping.is_set():
             if not self._guarded(self._wait):
                 # Without a wait that works, turns follow each other at this distance.
                 self._stopping.wait(_PAUSE_S)
-            began = time.monotonic()
+            began = self._clock()
             self._guarded(self._turn)
             self._turns += 1
-            self._busy_s += time.monotonic() - began
+            self._busy_s += self._clock() - began
         self._guarded(lambda: self._coordinator.stop("the instance is stopping"))
         self._guarded(self._turn)
 
@@ -225,7 +236,7 @@ class Driver(HandoffPort):
         if self._ranks.has_work:
             return 0.0
         deadlines = [self._coordinator.next_deadline(), *self._ranks.deadlines()]
-        now = time.monotonic()
+        now = self._clock()
         return min([_IDLE_S, *(deadline - now for deadline in deadlines if deadline is not None)])
 
     def _turn(self) -> None:
@@ -243,23 +254,23 @@ class Driver(HandoffPort):
                 self._guarded(self._coordinator.beat)
         for address, reason in self._sockets.refusals():
             self._guarded(partial(self._coordinator.target.on_refused_peer, address, reason))
-        began = time.monotonic()
+        began = self._clock()
         self._guarded(self._ranks.poll)
-        self._poll_s += time.monotonic() - began
+        self._poll_s += self._clock() - began
         self._take_reports()
-        self._note_frames(frames, time.monotonic())
-        self._guarded(partial(self._coordinator.tick, is_behind=self._is_behind(frames, time.monotonic())))
+        self._note_frames(frames, self._clock())
+        self._guarded(partial(self._coordinator.tick, is_behind=self._is_behind(frames, self._clock())))
         self._take_reports()
         if self._events or self._seems_idle():
             self._news()
 
     def _seems_idle(self) -> bool:
         """Whether the engine may be asleep: then it is woken, so that the next heartbeat shows that it does not hang."""
-        return time.monotonic() - self._coordinator.stepped_at > self._coordinator.beat_interval_s / 2
+        return self._clock() - self._coordinator.stepped_at > self._coordinator.beat_interval_s / 2
 
     def _note_frames(self, frames: int, now: float) -> None:
         """Note when every frame that had arrived was read: then the last turn was not full."""
-        if frames < FRAMES_PER_TURN:
+        if frames < self._sockets.frames_per_turn:
             self._read_all_at = now
 
     def _is_behind(self, frames: int, now: float) -> bool:
@@ -267,7 +278,7 @@ class Driver(HandoffPort):
 
         Not for ever: a flood of frames must not keep deadlines from being met.
         """
-        return frames >= FRAMES_PER_TURN and now - self._read_all_at < self._limits.transfer_timeout
+        return frames >= self._sockets.frames_per_turn and now - self._read_all_at < self._limits.transfer_timeout
 
     def _take_commands(self) -> None:
         """Carry out the calls of the engine; heartbeats that fall due meanwhile do not wait for the last of them."""
@@ -279,7 +290,7 @@ class Driver(HandoffPort):
                 self._take_spans(command)
             else:
                 self._guarded(command)
-            if number % _COMMANDS_PER_BEAT == 0:
+            if number % self.commands_per_beat == 0:
                 self._guarded(self._coordinator.beat)
 
     def _take_spans(self, ready: tuple[SpansReady, ...]) -> None:

@@ -6,7 +6,8 @@ does no I/O and starts no thread: that is why the simulator can run the very cod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from kvbaton.agent.engine_port import EngineEvent
@@ -15,9 +16,9 @@ from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import ProcessId
 from kvbaton.core.checks import Pieces
 from kvbaton.core.handoff import Executor, Incarnation
-from kvbaton.core.messages import Message
+from kvbaton.core.messages import Envelope, Message
 
-__all__ = ["Clock", "Control", "EnginePort", "Memory", "Ranks"]
+__all__ = ["Bell", "Clock", "Control", "ControlSocketsPort", "EnginePort", "Memory", "Ranks"]
 
 Clock = Callable[[], float]
 """Monotonic seconds; only differences mean anything."""
@@ -40,6 +41,51 @@ class Control(Protocol):
 
     def is_gone(self, process: ProcessId) -> bool:
         """Whether a process of this host is provably dead; false whenever that cannot be known."""
+
+
+class ControlSocketsPort(Control, Protocol):
+    """The control channel as the driver's thread sees it: what the logic sends with, and where frames arrive."""
+
+    address: ControlAddress
+    """Where peers reach this instance."""
+
+    dropped_total: Counter[str]
+    """How much was not sent or not taken, by cause."""
+
+    frames_per_turn: int
+    """How many frames one turn reads at least, if so many have arrived: a turn with fewer has read all of them."""
+
+    def wait(self, timeout_s: float, wakeups: list[int]) -> bool:
+        """Wait until a frame or one of the file descriptors `wakeups` is ready, at most `timeout_s`; whether anything is."""
+
+    def receive(self) -> Iterator[tuple[Envelope, ControlAddress | None]]:
+        """Read what has arrived; with each message the address at which its sender was dialled, if it was."""
+
+    def refusals(self) -> list[tuple[ControlAddress, str]]:
+        """Take the addresses that turned out to be no peers of ours since the last call, each with the reason."""
+
+    def failed_certificate_loads_total(self) -> int:
+        """Changes of the certificate files that were not taken; safe to call from any thread."""
+
+    def close(self) -> None:
+        """Close every socket. Idempotent."""
+
+
+class Bell(Protocol):
+    """Wakes the driver's thread; rung from any thread."""
+
+    @property
+    def fd(self) -> int:
+        """The descriptor to wait on."""
+
+    def set(self) -> None:
+        """Ring it."""
+
+    def clear(self) -> None:
+        """What it was rung for is looked at from here on."""
+
+    def close(self) -> None:
+        """Give back what it holds. Idempotent."""
 
 
 class Memory(Protocol):

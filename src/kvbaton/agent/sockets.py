@@ -50,12 +50,9 @@ from kvbaton.wire.log_limit import LogLimit, shown
 from kvbaton.wire.lookup import Lookups
 from kvbaton.wire.tls import cluster_tls
 
-__all__ = ["FRAMES_PER_TURN", "ControlSockets", "Dropped"]
+__all__ = ["ControlSockets", "Dropped"]
 
 log = logging.getLogger(__name__)
-
-FRAMES_PER_TURN = 256
-"""Frames that are read from one connection before everything else has its turn; a few more where they arrived together."""
 
 _MAX_DIALLED = 256
 _MAX_UNPROVEN_PER_HOST = 32
@@ -134,6 +131,8 @@ class ControlSockets:
     """All sockets of one coordinator. Raises ConfigError when `trust` or the system forbids to listen there."""
 
     is_gone = staticmethod(is_gone)
+    frames_per_turn = 256
+    """Frames that are read from one connection before everything else has its turn; a few more where they arrived together."""
 
     def __init__(
         self, me: Incarnation, host: str, port: int, trust: Trust | None = None, limits: DoorLimits | None = None

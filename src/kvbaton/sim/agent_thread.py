@@ -8,22 +8,15 @@ the heartbeats, that both limits are met.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-from kvbaton.agent import driver as driver_module
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.driver import Driver
 from kvbaton.sim.world import SimProcess, World
 
-__all__ = ["FRAMES_PER_TURN", "AgentThread", "SimDriver"]
+__all__ = ["AgentThread", "SimDriver", "ThreadBell"]
 
-FRAMES_PER_TURN = 2
-"""How many frames a turn reads."""
-
-_COMMANDS_PER_BEAT = 2
 _LATE_S = 2e-4
 """How much later than it could a thread has its turn at most."""
 
@@ -31,20 +24,17 @@ _ENGINE_S = 5e-4
 """How long an engine needs at most to notice that it was woken."""
 
 
-class _VirtualTime:
-    """The part of `time` that the driver reads."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.monotonic = clock
-
-
-class _ThreadBell:
+class ThreadBell:
     """Wakes the thread instead of a file descriptor."""
 
     fd = -1
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        self.set = wake
+        self._wake = wake
+
+    def set(self) -> None:
+        """Have a turn soon."""
+        self._wake()
 
     def clear(self) -> None:
         """Nothing waits to be noticed: a turn takes all that has come."""
@@ -54,8 +44,9 @@ class _ThreadBell:
 
 
 class SimDriver(Driver):
-    """The driver of production. Made and called inside `AgentThread` only; an error of its own is reported to `fail`."""
+    """The driver of production, whose turns an `AgentThread` gives it; an error of its own is reported to `fail`."""
 
+    commands_per_beat = 2
     fail: Callable[[Exception], None]
 
     def _guarded(self, work: Callable[[], None]) -> bool:
@@ -79,61 +70,18 @@ class SimDriver(Driver):
         return self._timeout_s()
 
 
-class _ThreadPort:
-    """The driver's port as the engine calls it, from another thread of the same process."""
-
-    def __init__(self, thread: AgentThread) -> None:
-        self._thread = thread
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self._thread.driver, name)
-
-        def call(*arguments: object) -> Any:
-            with self._thread.on_clock():
-                return method(*arguments)
-
-        return call
-
-
 class AgentThread:
     """One driver and its turns: `on_turn` is called after each, `step` when the engine has noticed that it was woken."""
 
-    def __init__(
-        self,
-        world: World,
-        process: SimProcess,
-        coordinator: type[Coordinator],
-        on_turn: Callable[[], None],
-        step: Callable[[], None],
-    ) -> None:
+    def __init__(self, world: World, process: SimProcess, on_turn: Callable[[], None], step: Callable[[], None]) -> None:
         self._world = world
         self._process = process
-        self._coordinator = coordinator
         self._on_turn = on_turn
         self._step = step
         self.driver: SimDriver
-        self.port: Any = _ThreadPort(self)
         self.paused_until = 0.0
         self._turn_at = float("inf")
         self._is_stepping = False
-
-    @contextmanager
-    def on_clock(self) -> Iterator[None]:
-        """Let the driver's module see this process: its clock, its classes, and small limits."""
-        names = vars(driver_module)
-        changed = {
-            "time": _VirtualTime(lambda: self._process.clock.local(self._world.now)),
-            "Coordinator": self._coordinator,
-            "Wakeup": lambda: _ThreadBell(self.wake),
-            "FRAMES_PER_TURN": FRAMES_PER_TURN,
-            "_COMMANDS_PER_BEAT": _COMMANDS_PER_BEAT,
-        }
-        before = {name: names[name] for name in changed}
-        names.update(changed)
-        try:
-            yield
-        finally:
-            names.update(before)
 
     def wake(self) -> None:
         """Something has come: have a turn soon."""
@@ -162,7 +110,6 @@ class AgentThread:
         if now < self.paused_until:
             self._have_turn(self.paused_until)
             return
-        with self.on_clock():
-            wait_s = self.driver.take_turn()
+        wait_s = self.driver.take_turn()
         self._on_turn()
         self._have_turn(now + max(wait_s / self._process.clock.rate, 1e-6))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from kvbaton.agent.coordinator import Coordinator
+from kvbaton.agent.driver import Driver
 from kvbaton.agent.engine_port import (
     Allocation,
     Drained,
@@ -67,7 +68,7 @@ class _SimEngine:
     memories: list[RankMemory]
     layers: int
     coordinator: Coordinator = field(init=False)
-    port: Coordinator = field(init=False)
+    port: Coordinator | Driver = field(init=False)
     """What it calls: the coordinator itself, or a driver, which passes that on a little later."""
     watch: Watch = field(init=False)
     executor: Executor = Executor.TARGET_READS

@@ -7,7 +7,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from msgspec import structs
 
@@ -41,8 +40,8 @@ from kvbaton.core.messages import (
     encode,
     split,
 )
-from kvbaton.errors import ProtocolError
-from kvbaton.sim.agent_thread import FRAMES_PER_TURN, AgentThread, SimDriver
+from kvbaton.errors import Bug, ProtocolError
+from kvbaton.sim.agent_thread import AgentThread, SimDriver, ThreadBell
 from kvbaton.sim.engine import SourceEngine, TargetEngine
 from kvbaton.sim.memory import RankMemory, SimBlockPool, make_layout
 from kvbaton.sim.network import Network
@@ -127,6 +126,8 @@ class Cluster:
 class _SimControl:
     """What the coordinator sends with; and what a driver reads, in place of its sockets."""
 
+    frames_per_turn = 2
+
     def __init__(self, instance: SimInstance) -> None:
         self._instance = instance
         self.address = instance.control_address
@@ -135,10 +136,21 @@ class _SimControl:
     def receive(self) -> Iterator[tuple[Envelope, ControlAddress | None]]:
         """Read what has arrived, so many frames at a time; the rest wakes the driver again."""
         instance = self._instance
-        for _ in range(min(len(instance.frames), FRAMES_PER_TURN)):
+        for _ in range(min(len(instance.frames), self.frames_per_turn)):
             yield instance.frames.popleft()
         if instance.frames and instance.thread is not None:
             instance.thread.wake()
+
+    def wait(self, timeout_s: float, wakeups: list[int]) -> bool:
+        """A thread of the simulator does not wait: it is given its turns."""
+        raise Bug(f"a wait of {timeout_s} s for {wakeups} in virtual time")
+
+    def failed_certificate_loads_total(self) -> int:
+        """There are no certificates."""
+        return 0
+
+    def close(self) -> None:
+        """Nothing to give back."""
 
     def refusals(self) -> list[tuple[ControlAddress, str]]:
         """None: whatever is dialled is a peer, or nothing."""
@@ -321,16 +333,24 @@ class SimInstance:
             vars(self.coordinator).update(_peers=Peers(cluster.most_peers))
         self._reactions = Reactions(self.coordinator, self.local_now)
         self.engine.coordinator = self.coordinator
-        self.engine.port = self.coordinator if self.thread is None else self.thread.port
+        self.engine.port = self.coordinator if self.thread is None else self.thread.driver
         self.engine.watch = cluster.watch
 
     def _start_driver(self, card: Card, remote: RemoteRanks) -> None:
         """Have the driver of production run the coordinator, on a thread of this process."""
         cluster, orders = self.cluster, _SimRanks(self)
-        sockets: Any = _SimControl(self)
-        thread = AgentThread(cluster.world, self.process, cluster.bugs.coordinator, self._check_records, self._step_engine)
-        with thread.on_clock():
-            thread.driver = cluster.bugs.driver(card, remote, cluster.limits, sockets, thread.news, cluster.settings)
+        thread = AgentThread(cluster.world, self.process, self._check_records, self._step_engine)
+        thread.driver = cluster.bugs.driver(
+            card,
+            remote,
+            cluster.limits,
+            _SimControl(self),
+            thread.news,
+            cluster.settings,
+            clock=self.local_now,
+            bell=ThreadBell(thread.wake),
+            coordinator=cluster.bugs.coordinator,
+        )
         thread.driver.fail = self.fail
         vars(remote).update(send=orders.send, send_all=orders.send_all)
         self.thread, self.coordinator = thread, thread.driver.coordinator
@@ -343,7 +363,7 @@ class SimInstance:
             self.cluster.world.at(self.engine.silent_until, self.process, self._step_engine)
             return
         try:
-            for event in self.thread.port.events():
+            for event in self.thread.driver.events():
                 self._notify(event)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is an error of ours
             self.fail(error)
