@@ -19,7 +19,6 @@ from kvbaton.agent.target import TargetSide
 from kvbaton.config import Limits
 from kvbaton.core.handoff import Mode, Outcome
 from kvbaton.core.messages import Message, decode
-from kvbaton.sim.engine import TargetEngine
 from kvbaton.sim.instance import Bugs, SimInstance
 from kvbaton.sim.run import LIMITS, Result, Run
 from kvbaton.sim.script import Fault, RequestScript, Script
@@ -194,8 +193,7 @@ def _watch(run: Run, out: set[str], back_at: dict[str, float]) -> None:
         return
     for address, instance in run.cluster.instances.items():
         engine = instance.engine
-        count = engine.blocks_out() if isinstance(engine, TargetEngine) else engine.pool.total - len(engine.pool.free)
-        if count:
+        if engine.blocks_out():
             out.add(address)
             back_at.pop(address, None)
         elif address in out:

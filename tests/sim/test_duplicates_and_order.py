@@ -122,7 +122,7 @@ class TestEitherSideFirst:
     class Absent(SourceEngine):
         """A prefill engine that never hears of a request."""
 
-        def submit(self, prompt: SimPrompt, answer: Callable[[], None], ended: Ended) -> None:
+        def prefill(self, prompt: SimPrompt, answer: Callable[[], None], ended: Ended) -> None:
             del prompt, answer, ended
 
     @every_push

@@ -36,6 +36,8 @@ from kvbaton.agent import target as target_module
 from kvbaton.agent.decline_notices import DeclineNotices
 from kvbaton.agent.engine_port import SourceRequest
 from kvbaton.core.handoff import Incarnation, Mode, Outcome
+from kvbaton.sim.engine import Prefill, SourceEngine
+from kvbaton.sim.instance import Bugs
 from kvbaton.sim.plants import PLANTS
 from kvbaton.sim.run import LIMITS
 from kvbaton.sim.script import Fault, FaultKind, Script
@@ -514,13 +516,20 @@ def test_both_allocators_full(flow: Flow) -> None:
         assert story.ends == [BOTH_DELIVERED] * 8
 
 
+class _NoReserve(SourceEngine):
+    """Lets prefills without a grant take the last blocks."""
+
+    def may_start(self, request: Prefill) -> bool:
+        return len(self.pool.free) >= request.prompt.tokens
+
+
 @every_push
 def test_both_allocators_full_would_deadlock_without_a_reserve(flow: Flow) -> None:
     """A prefill without a grant holds the last blocks, and its target waits behind one whose prefill waits for them."""
     crossed = request(flow, decode_delay_s=0.01), request(flow, at_s=0.002)
     script = make(flow, *crossed, prefill_blocks=3, decode_blocks=3)
     assert play(script).ends == [BOTH_DELIVERED, BOTH_DELIVERED]
-    assert first_broken([script], PLANTS["no-reserve"].bugs) == {"spurious failure"}, "only a deadline ends it"
+    assert first_broken([script], Bugs(source_engine=_NoReserve)) == {"spurious failure"}, "only a deadline ends it"
 
 
 def test_every_promise_names_tests_that_exist() -> None:

@@ -249,7 +249,7 @@ class Driver(HandoffPort):
             # The engine may have submitted something while the last frame was handled, and the next frame may be about it.
             self._take_commands()
             self._guarded(partial(self._coordinator.on_frame, envelope, via))
-            if frames % FRAMES_PER_TURN == 0:
+            if frames % self._sockets.frames_per_turn == 0:
                 # Frames hold several messages each: heartbeats that fall due do not wait for the last of a full turn.
                 self._guarded(self._coordinator.beat)
         for address, reason in self._sockets.refusals():

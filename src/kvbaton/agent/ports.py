@@ -12,6 +12,7 @@ from typing import Protocol
 
 from kvbaton.agent.engine_port import EngineEvent
 from kvbaton.agent.rank_orders import RankOrder
+from kvbaton.config import Trust
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import ProcessId
 from kvbaton.core.checks import Pieces
@@ -48,6 +49,9 @@ class ControlSocketsPort(Control, Protocol):
 
     address: ControlAddress
     """Where peers reach this instance."""
+
+    trust: Trust
+    """Which peers are trusted."""
 
     dropped_total: Counter[str]
     """How much was not sent or not taken, by cause."""

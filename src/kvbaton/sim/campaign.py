@@ -143,6 +143,8 @@ def _smaller(script: Script) -> Iterator[Script]:
     for index in range(len(script.requests) if len(script.requests) > 1 else 0):
         requests = script.requests[:index] + script.requests[index + 1 :]
         yield msgspec.structs.replace(script, requests=requests)
+    for index in range(len(script.loads)):
+        yield msgspec.structs.replace(script, loads=script.loads[:index] + script.loads[index + 1 :])
     if script.ranks > 1:
         yield msgspec.structs.replace(script, ranks=1)
     if script.layers > 1:

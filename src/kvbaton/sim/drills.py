@@ -12,6 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from kvbaton.core.handoff import AuxChannel, Integrity, Mode
+from kvbaton.sim.engine_script import make_engine_script
 from kvbaton.sim.exhaustive import FLOWS, flow_script, single_faults
 from kvbaton.sim.script import Fault, FaultKind, RequestScript, Script, make_script
 from kvbaton.transport.base import LateWrites
@@ -26,6 +27,8 @@ Drill = Callable[[random.Random], Script]
 
 def script_of_seed(seed: int) -> Script:
     """The run of a seed; the same on every machine."""
+    if _has_engines(seed):
+        return make_engine_script(seed)
     if not (drills := _drills_of(seed)):
         return make_script(seed)
     rng = random.Random(f"drill {seed}")
@@ -34,8 +37,15 @@ def script_of_seed(seed: int) -> Script:
 
 def drill_of_seed(seed: int) -> str:
     """Which drill the run of a seed is; "random" for none."""
+    if _has_engines(seed):
+        return "engines"
     drills = _drills_of(seed)
     return random.Random(f"drill {seed}").choice(drills).__name__ if drills else "random"
+
+
+def _has_engines(seed: int) -> bool:
+    """Whether instances run the embedded engine of production: in every sixteenth run, because it needs more time."""
+    return seed % 16 == 14
 
 
 def _drills_of(seed: int) -> tuple[Drill, ...]:

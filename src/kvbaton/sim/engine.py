@@ -1,4 +1,6 @@
-"""Models of the two engines: they allocate, compute, preempt, decode and free as real ones do, and check what they get."""
+"""What every simulated engine is to a run; and models of the two engines: they allocate, compute, preempt, decode and free as
+real ones do, and check what they get. The engine of production is in `embedded_engine`.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,7 @@ from kvbaton.agent.engine_port import (
     SourceRequest,
     TargetEnded,
 )
+from kvbaton.agent.rank_orders import CopyId
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.grants import may_start_prefill
 from kvbaton.core.handoff import Aux, Executor, HandoffKey, Incarnation, Mode, Outcome, Span, TransferId
@@ -27,7 +30,7 @@ from kvbaton.sim.memory import FREED, POISON, RankMemory, SimBlockPool, TaggedCe
 from kvbaton.sim.watch import Watch
 from kvbaton.sim.world import SimProcess, World
 
-__all__ = ["Fetch", "Prefill", "SimPrompt", "SourceEngine", "TargetEngine"]
+__all__ = ["Ended", "Fetch", "Prefill", "SimEngine", "SimPrompt", "SourceEngine", "TargetEngine"]
 
 _CLOSING = frozenset({TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED})
 
@@ -46,6 +49,7 @@ class SimPrompt:
     shared: int
     mode: Mode
     chunk: int
+    outputs: int = 1
 
     @property
     def digest(self) -> str:
@@ -57,16 +61,13 @@ class SimPrompt:
         return f"prefix {self.prefix}" if token < self.shared else f"request {self.client}"
 
 
-@dataclass(eq=False)
-class _SimEngine:
-    """What both kinds of engines have: memory, blocks, a coordinator, and how each attempt ended."""
+@dataclass(eq=False, kw_only=True)
+class SimEngine:
+    """An engine as a run and its instance see it: a coordinator behind a port, how each attempt ended, and whether it hangs."""
 
     world: World
     process: SimProcess
     name: str
-    pool: SimBlockPool
-    memories: list[RankMemory]
-    layers: int
     coordinator: Coordinator = field(init=False)
     port: Coordinator | Driver = field(init=False)
     """What it calls: the coordinator itself, or a driver, which passes that on a little later."""
@@ -81,7 +82,8 @@ class _SimEngine:
     """Until when it hangs: it takes no step, no request and no event."""
     stuck_until: float = 0.0
     """Until when it takes its steps, and starts and computes nothing in them."""
-    _allocations: int = 0
+    refuse_next: int = 0
+    refuses_whole: bool = False
 
     @property
     def is_silent(self) -> bool:
@@ -93,9 +95,74 @@ class _SimEngine:
         """When it starts and computes something again; in the past while it works."""
         return max(self.silent_until, self.stuck_until)
 
+    def start(self) -> None:
+        """Coordinator, port and watch are set: from now on it may be called."""
+
+    def prefill(self, prompt: SimPrompt, answer: Callable[[], None], ended: Ended) -> None:
+        """A request arrives whose cache is to be handed off; `answer` is called when its prefill is complete."""
+        raise NotImplementedError
+
+    def fetch(self, prompt: SimPrompt, source: ControlAddress, incarnation: Incarnation | None, ended: Ended) -> None:
+        """A request arrives whose cache comes from `source`."""
+        raise NotImplementedError
+
+    def cancel(self, key: HandoffKey) -> None:
+        """The client is gone."""
+        raise NotImplementedError
+
+    def on_event(self, event: EngineEvent) -> None:
+        """The coordinator has decided something."""
+        raise NotImplementedError
+
     def schedule(self) -> None:
         """Start what fits."""
         raise NotImplementedError
+
+    def preempt(self) -> bool:
+        """Take the blocks of a prefill that is not finished; whether there was one."""
+        return False
+
+    def heal(self) -> None:
+        """Forget the faults that have yet to strike."""
+        self.refuse_next = 0
+
+    def check(self) -> None:
+        """Blocks are conserved."""
+        raise NotImplementedError
+
+    def allocation(self, key: HandoffKey) -> int:
+        """The number of the live allocation that is to be filled for `key`; 0 without one."""
+        del key
+        return 0
+
+    def write_problem(self, at: int, copy: CopyId, allowed: int | None) -> str:
+        """Why a copy must not write to this cell of a rank; `allowed` is the allocation that its grant was for."""
+        raise NotImplementedError
+
+    @property
+    def live(self) -> int:
+        """Requests that are not over."""
+        raise NotImplementedError
+
+    def blocks_out(self) -> int:
+        """Blocks that are neither free nor merely cached."""
+        raise NotImplementedError
+
+
+@dataclass(eq=False, kw_only=True)
+class _Twin(SimEngine):
+    """What both models have: memory and blocks of one token each."""
+
+    pool: SimBlockPool
+    memories: list[RankMemory]
+    layers: int
+    _allocations: int = 0
+
+    def check(self) -> None:
+        self.pool.check()
+
+    def blocks_out(self) -> int:
+        return self.pool.total - len(self.pool.free)
 
 
 @dataclass(slots=True, eq=False)
@@ -116,8 +183,8 @@ class Prefill:
     has_grant: bool = False
 
 
-@dataclass(eq=False)
-class SourceEngine(_SimEngine):
+@dataclass(eq=False, kw_only=True)
+class SourceEngine(_Twin):
     """A prefill engine: computes chunk by chunk, layer by layer, and holds finished blocks until the hand-off has ended."""
 
     step_s: float = 0.002
@@ -125,8 +192,15 @@ class SourceEngine(_SimEngine):
     requests: dict[HandoffKey, Prefill] = field(default_factory=dict)
     waiting: deque[Prefill] = field(default_factory=deque)
 
-    def submit(self, prompt: SimPrompt, answer: Callable[[], None], ended: Ended) -> None:
-        """A request arrives; `answer` is called when its prefill is complete."""
+    @property
+    def live(self) -> int:
+        return len(self.requests)
+
+    def write_problem(self, at: int, copy: CopyId, allowed: int | None) -> str:
+        del at, allowed
+        return f"a write to source memory by {copy}"
+
+    def prefill(self, prompt: SimPrompt, answer: Callable[[], None], ended: Ended) -> None:
         if prompt.key in self.requests:
             ended(prompt.key, Outcome.FAILED, "live already")
             return
@@ -155,7 +229,6 @@ class SourceEngine(_SimEngine):
         )
 
     def cancel(self, key: HandoffKey) -> None:
-        """The client is gone."""
         if key in self.requests:
             record = self.coordinator.source.live.get(key)
             is_ending = record is None or record.state is SourceState.STOPPING
@@ -175,7 +248,6 @@ class SourceEngine(_SimEngine):
         return True
 
     def on_event(self, event: EngineEvent) -> None:
-        """The coordinator has decided something."""
         match event:
             case SourceEnded():
                 self._on_ended(event)
@@ -277,13 +349,11 @@ class Fetch:
     is_landed: bool = False
 
 
-@dataclass(eq=False)
-class TargetEngine(_SimEngine):
+@dataclass(eq=False, kw_only=True)
+class TargetEngine(_Twin):
     """A decode engine with a prefix cache: allocates, has blocks filled, checks every cell before it decodes."""
 
     decode_s: float = 0.02
-    refuse_next: int = 0
-    refuses_whole: bool = False
     refused: set[TransferId] = field(default_factory=set)
     """Requests that were refused as a whole, of which nothing more is taken."""
     requests: dict[HandoffKey, Fetch] = field(default_factory=dict)
@@ -291,8 +361,21 @@ class TargetEngine(_SimEngine):
     prefixes: dict[tuple[str, int], int] = field(default_factory=dict)
     pins: dict[int, int] = field(default_factory=dict)
 
-    def submit(self, prompt: SimPrompt, source: ControlAddress, incarnation: Incarnation | None, ended: Ended) -> None:
-        """A request arrives whose cache comes from `source`."""
+    @property
+    def live(self) -> int:
+        return len(self.requests)
+
+    def heal(self) -> None:
+        super().heal()
+        self.refused.clear()
+
+    def write_problem(self, at: int, copy: CopyId, allowed: int | None) -> str:
+        block = at % self.pool.total
+        holder = self.pool.holder.get(block)
+        is_wrong = holder is None or holder != allowed
+        return f"block {block} of allocation {holder} was written for {copy} of {allowed}" if is_wrong else ""
+
+    def fetch(self, prompt: SimPrompt, source: ControlAddress, incarnation: Incarnation | None, ended: Ended) -> None:
         if prompt.key in self.requests:
             ended(prompt.key, Outcome.FAILED, "live already")
             return
@@ -333,7 +416,6 @@ class TargetEngine(_SimEngine):
         self.port.decline(request, "the queue is full")
 
     def cancel(self, key: HandoffKey) -> None:
-        """The client is gone."""
         request = self.requests.get(key)
         if request is not None and not request.is_landed:
             record = self.coordinator.target.live.get(key)
@@ -341,7 +423,6 @@ class TargetEngine(_SimEngine):
             self.port.cancel(key)
 
     def on_event(self, event: EngineEvent) -> None:
-        """The coordinator has decided something."""
         match event:
             case Landed():
                 self._on_landed(event)
@@ -351,7 +432,6 @@ class TargetEngine(_SimEngine):
                 self.world.violate("engine", f"{self.name}: {event} at a target")
 
     def allocation(self, key: HandoffKey) -> int:
-        """The number of the live allocation of `key`; 0 without one."""
         request = self.requests.get(key)
         return 0 if request is None else request.allocation
 
@@ -483,5 +563,4 @@ class TargetEngine(_SimEngine):
         return len(self.pool.free) >= needed
 
     def blocks_out(self) -> int:
-        """Blocks that are neither free nor merely cached."""
-        return self.pool.total - len(self.pool.free) - len(self.prefixes)
+        return super().blocks_out() - len(self.prefixes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from msgspec import structs
@@ -16,7 +16,7 @@ from kvbaton.agent.rank import RankAgent
 from kvbaton.agent.rank_orders import AuxRead, CopyId, PeerFenced, RankOrder, RankReport, RegionFenced, RevokePeer, SpanMoved
 from kvbaton.agent.rank_sets import RemoteRanks
 from kvbaton.agent.source import SourceRecord
-from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
+from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits, OnFailure, Trust
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.card import Card, ProcessId, RankCard
@@ -42,13 +42,15 @@ from kvbaton.core.messages import (
 )
 from kvbaton.errors import Bug, ProtocolError
 from kvbaton.sim.agent_thread import AgentThread, SimDriver, ThreadBell
-from kvbaton.sim.engine import SourceEngine, TargetEngine
+from kvbaton.sim.embedded_engine import EMBEDDED, EmbeddedClasses, EmbeddedEngine
+from kvbaton.sim.engine import SimEngine, SourceEngine, TargetEngine
 from kvbaton.sim.memory import RankMemory, SimBlockPool, make_layout
 from kvbaton.sim.network import Network
 from kvbaton.sim.rank_processes import RankProcess, SimSocket, channel_on, socket_pair
 from kvbaton.sim.reactions import Reactions
 from kvbaton.sim.records import alarm_problems, count_problems
 from kvbaton.sim.strays import asked_early, may_come_from_others, other_prompt, stray_of
+from kvbaton.sim.tag_model import TagCache, TagCacheShape
 from kvbaton.sim.transport import Fabric, FencingSimTransport, SimRank, SimTransport
 from kvbaton.sim.watch import Watch
 from kvbaton.sim.world import SimClock, SimProcess, World
@@ -84,6 +86,7 @@ class Bugs:
     driver: type[SimDriver] = SimDriver
     source_engine: type[SourceEngine] = SourceEngine
     target_engine: type[TargetEngine] = TargetEngine
+    embedded: EmbeddedClasses = EMBEDDED
 
 
 @dataclass(slots=True)
@@ -102,6 +105,10 @@ class Cluster:
     """How long an order to a rank, or a report of one, is under way at most; 0: ranks live in the coordinator's process."""
     has_driver: bool = False
     """Whether instances whose ranks live in processes of their own are run by the driver of production."""
+    mode: Mode = Mode.PUSH
+    on_failure: OnFailure = OnFailure.FAIL
+    step_tokens: int = 1
+    """How engines of production are set; the last of it, the next one that is started."""
     is_forgetful: bool = False
     """Whether what instances remember of ends and of grants is bounded by a few entries."""
     most_peers: int = 0
@@ -131,6 +138,7 @@ class _SimControl:
     def __init__(self, instance: SimInstance) -> None:
         self._instance = instance
         self.address = instance.control_address
+        self.trust = Trust()
         self.dropped_total: Counter[str] = Counter()
 
     def receive(self) -> Iterator[tuple[Envelope, ControlAddress | None]]:
@@ -215,9 +223,11 @@ class _SmallWindows(BoundedMap[Incarnation, GrantWindow]):
 
 
 class SimInstance:
-    """A process at an address. `engine` is a SourceEngine or a TargetEngine."""
+    """A process at an address, with a model of an engine for its role; with the shape of a cache, an engine of production."""
 
-    def __init__(self, cluster: Cluster, address: str, role: str, shape: InstanceShape, clock: SimClock) -> None:
+    def __init__(
+        self, cluster: Cluster, address: str, role: str, shape: InstanceShape | TagCacheShape, clock: SimClock
+    ) -> None:
         cluster.births += 1
         self.cluster = cluster
         self.address = address
@@ -257,8 +267,13 @@ class SimInstance:
 
     def _build(self, pid: int) -> None:
         cluster, shape = self.cluster, self.shape
-        memories = [RankMemory(shape.blocks, shape.layers) for _ in range(shape.ranks)]
-        layout = make_layout(shape.blocks, shape.layers)
+        if isinstance(shape, TagCacheShape):
+            cache = TagCache(shape)
+            memories, layouts = cache.memories, tuple(shape.layout(rank) for rank in range(shape.ranks))
+        else:
+            cache = None
+            memories = [RankMemory(shape.blocks, shape.layers) for _ in range(shape.ranks)]
+            layouts = (make_layout(shape.blocks, shape.layers),) * shape.ranks
         if cluster.rank_lag_s:
             names = [f"{self.process.name} rank {rank}" for rank in range(shape.ranks)]
             self.rank_processes = [SimProcess(name, self.process.clock) for name in names]
@@ -279,14 +294,14 @@ class SimInstance:
         self.agents = [
             cluster.bugs.rank(
                 rank,
-                layout,
+                layouts[rank],
                 transport,
                 partial(self._report, rank, reports[rank] if cluster.rank_lag_s else self._reports),
                 clock=self.local_now,
                 transfer_timeout=cluster.limits.transfer_timeout,
                 memory=transport.memory,
                 unfenced_writes=cluster.unfenced_writes,
-                instance=(layout,) * shape.ranks,
+                instance=layouts,
             )
             for rank, transport in enumerate(self.transports)
         ]
@@ -298,16 +313,14 @@ class SimInstance:
             fingerprint="tags",
             shape=f"tp{shape.ranks}",
             ranks=tuple(
-                RankCard(rank, layout, (each.endpoint(),), None if self.loops else each.memory.aux_area)
+                RankCard(rank, layouts[rank], (each.endpoint(),), None if self.loops else each.memory.aux_area)
                 for rank, each in enumerate(self.transports)
             ),
             process=ProcessId("host", pid, 1),
             defer_timeout=cluster.limits.defer_timeout,
             transfer_timeout=cluster.limits.transfer_timeout,
         )
-        pool = SimBlockPool(cluster.world, self.process.name, shape.blocks)
-        kind = cluster.bugs.source_engine if self.role == "prefill" else cluster.bugs.target_engine
-        self.engine = kind(cluster.world, self.process, self.process.name, pool, memories, shape.layers)
+        self.engine = self._make_engine(memories, cache)
         self.engine.executor = self.agents[0].executor
         self.engine.is_checked = cluster.settings.integrity is Integrity.FULL
         if self.remote is not None and cluster.has_driver:
@@ -335,6 +348,35 @@ class SimInstance:
         self.engine.coordinator = self.coordinator
         self.engine.port = self.coordinator if self.thread is None else self.thread.driver
         self.engine.watch = cluster.watch
+        self.engine.start()
+
+    def _make_engine(self, memories: list[RankMemory], cache: TagCache | None) -> SimEngine:
+        cluster, process = self.cluster, self.process
+        if cache is not None:
+            settings = replace(cluster.settings, mode=cluster.mode, on_failure=cluster.on_failure)
+            return EmbeddedEngine(
+                world=cluster.world,
+                process=process,
+                name=process.name,
+                cache=cache,
+                clock=self.local_now,
+                handoff=settings,
+                defer_timeout=cluster.limits.defer_timeout,
+                step_tokens=cluster.step_tokens,
+                notify=self._notify,
+                fail=self.fail,
+                classes=cluster.bugs.embedded,
+            )
+        pool = SimBlockPool(cluster.world, process.name, self.shape.blocks)
+        kind = cluster.bugs.source_engine if self.role == "prefill" else cluster.bugs.target_engine
+        return kind(
+            world=cluster.world,
+            process=process,
+            name=process.name,
+            pool=pool,
+            memories=memories,
+            layers=self.shape.layers,
+        )
 
     def _start_driver(self, card: Card, remote: RemoteRanks) -> None:
         """Have the driver of production run the coordinator, on a thread of this process."""
@@ -363,6 +405,9 @@ class SimInstance:
             self.cluster.world.at(self.engine.silent_until, self.process, self._step_engine)
             return
         try:
+            if isinstance(self.engine, EmbeddedEngine):
+                self.engine.schedule()
+                return
             for event in self.thread.driver.events():
                 self._notify(event)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is an error of ours
@@ -388,7 +433,7 @@ class SimInstance:
     def send_frame(self, address: str, recipient: str, message: Message) -> None:
         """Put one message on the wire."""
         self._sent.append((recipient, message))
-        if isinstance(message, Grant) and isinstance(self.engine, TargetEngine):
+        if isinstance(message, Grant):
             self._check_needed(message)
             self.granted[message.key, message.grant] = self.engine.allocation(message.key)
             self._sequences[message.grant] = message.sequence
@@ -457,9 +502,7 @@ class SimInstance:
     def heal(self) -> None:
         """Forget the faults that have yet to strike."""
         self.lose_revokes = self.bad_grants = self.strays = 0
-        if isinstance(self.engine, TargetEngine):
-            self.engine.refuse_next = 0
-            self.engine.refused.clear()
+        self.engine.heal()
         for loop in self.loops:
             loop.paused_until = 0.0
         if self.thread is not None:
@@ -589,15 +632,8 @@ class SimInstance:
     def check_write(self, rank: int, at: int, copy: CopyId) -> None:
         """A copy writes to a cell of ours: only the hand-off that its block was granted to may, and once."""
         self.cluster.watch.on_cell(f"{self.process.name} rank {rank}", copy, at)
-        block = at % self.shape.blocks
-        if not isinstance(self.engine, TargetEngine):
-            self.cluster.world.violate("epoch", f"{self.process.name}: a write to source memory by {copy}")
-            return
-        holder = self.engine.pool.holder.get(block)
-        allowed = self.granted.get((copy.key, copy.grant))
-        if holder is None or holder != allowed:
-            detail = f"{self.process.name}: block {block} of allocation {holder} was written for {copy} of {allowed}"
-            self.cluster.world.violate("epoch", detail)
+        if problem := self.engine.write_problem(at, copy, self.granted.get((copy.key, copy.grant))):
+            self.cluster.world.violate("epoch", f"{self.process.name}: {problem}")
 
     def _check_moved(self, message: ConfirmAsk | Confirmed) -> None:
         """What this side executes is confirmed, and asked about, when every rank has moved all of it, and not before."""

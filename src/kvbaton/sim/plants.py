@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from kvbaton.agent.coordinator import Coordinator
-from kvbaton.agent.engine_port import Landed, Offer, SpansReady, TargetEnded
+from kvbaton.agent.engine_port import Landed, Offer, SpansReady
 from kvbaton.agent.rank import _Copy, _Moving
 from kvbaton.agent.rank_orders import AuxRead, CloseCopy, CopyFailed, CopyReport, PeerFenced, RankOrder, SpanMoved
 from kvbaton.agent.rank_sets import RemoteRanks
@@ -25,7 +25,7 @@ from kvbaton.core.handoff import Aux, AuxChannel, Executor, HandoffKey, Incarnat
 from kvbaton.core.lifecycle import TARGET, Row, SourceEvent, SourceState, TargetEffect, TargetEvent, TargetState
 from kvbaton.core.messages import MAX_NUMBER, ConfirmAsk, Confirmed, Envelope, Grant, Heartbeat, Hello, Over, Refused, Release
 from kvbaton.sim.agent_thread import SimDriver
-from kvbaton.sim.engine import Fetch, Prefill, SourceEngine, TargetEngine
+from kvbaton.sim.engine_plants import engine_plants
 from kvbaton.sim.instance import Bugs
 from kvbaton.sim.transport import SimRank
 from kvbaton.transport.base import Completion
@@ -294,27 +294,12 @@ class _SumsNotCompared(TargetSide):
         return ""
 
 
-class _PublishedEarly(TargetEngine):
-    """Offers a prefix to other requests when its blocks are allocated, not when they have landed."""
-
-    def _grant(self, request: Fetch, cached: list[int], needed: int) -> None:
-        super()._grant(request, cached, needed)
-        self.publish(request)
-
-
 class _RetractedAccepted(TargetSide):
     """Goes on with what was announced before a retraction, and mixes two generations."""
 
     def follow_generation(self, record: TargetRecord, generation: int) -> bool:
         record.generation = max(record.generation, generation)
         return True
-
-
-class _NoReserve(SourceEngine):
-    """Lets prefills without a grant take the last blocks: two full instances wait for each other for ever."""
-
-    def may_start(self, request: Prefill) -> bool:
-        return len(self.pool.free) >= request.prompt.tokens
 
 
 def _sides(source: type[SourceSide] = SourceSide, target: type[TargetSide] = TargetSide) -> Bugs:
@@ -409,24 +394,6 @@ class _CopyNotClosed(SimRank):
     def handle(self, order: RankOrder) -> None:
         if not isinstance(order, CloseCopy):
             super().handle(order)
-
-
-class _BlocksNotReturned(TargetEngine):
-    """Forgets the blocks of a request that ended without landing."""
-
-    def _on_ended(self, event: TargetEnded) -> None:
-        if (request := self.requests.get(event.key)) is not None:
-            request.blocks = []
-        super()._on_ended(event)
-
-
-class _FreedTwice(TargetEngine):
-    """Frees the blocks of a request when it fails, and again when that is reported."""
-
-    def _on_ended(self, event: TargetEnded) -> None:
-        if (request := self.requests.get(event.key)) is not None:
-            self.pool.release(request.blocks)
-        super()._on_ended(event)
 
 
 class _MovedAgain(SourceSide):
@@ -647,17 +614,12 @@ def _plants() -> Iterator[tuple[str, str, str, Bugs]]:
     yield "rank-failure-lost", "one rank's failure lost", after, _sides(target=_RankFailureLost)
     yield "aux-not-counted", "aux not counted", "foreign aux", _sides(target=_AuxNotCounted)
     yield "sums-not-compared", "checksums not compared", "corrupt byte", _sides(target=_SumsNotCompared)
-    yield "published-early", "prefix published before landed", "half-landed prefix", Bugs(target_engine=_PublishedEarly)
     yield "retracted-accepted", "retracted chunk accepted", "spurious failure", _sides(target=_RetractedAccepted)
     yield "same-generation", "retraction without a new generation", "mixed generations", _sides(source=_SameGeneration)
-    yield "no-reserve", "last blocks held without a grant", "spurious failure", Bugs(source_engine=_NoReserve)
     yield "landed-twice", "decode started twice", "one outcome", _sides(target=_LandedTwice)
     yield "released-then-failed", "source released before the end", "legal pair", _sides(target=_ReleasedThenFailed)
     yield "slot-kept", "aux slot not given back", "every slot is back", _sides(target=_SlotKept)
     yield "copy-not-closed", "copy left open after its hand-off", "everything ends", Bugs(rank=_CopyNotClosed)
-    lost = Bugs(target_engine=_BlocksNotReturned)
-    yield "blocks-not-returned", "blocks of a failed request forgotten", "every block is back", lost
-    yield "freed-twice", "blocks of a failed request freed twice", "blocks conserved", Bugs(target_engine=_FreedTwice)
     yield "moved-again", "spans written again with a repeated grant", "nothing twice", _sides(source=_MovedAgain)
     retracted = _sides(target=_RetractedBytesCounted)
     yield "retracted-bytes-counted", "bytes of a retracted generation reported", "counts agree", retracted
@@ -686,6 +648,8 @@ def _plants() -> Iterator[tuple[str, str, str, Bugs]]:
     yield "first-blocks-kept", "spans announced with the blocks of the first", "spurious failure", first_blocks
     yield "confirmed-when-asked", "question answered before the last byte", after, _sides(source=_ConfirmedWhenAsked)
     yield "tickets-kept", "batches remembered for ever", "nothing kept", Bugs(rank=_TicketsKept)
+    for name, mistake, rule, classes in engine_plants():
+        yield name, mistake, rule, Bugs(embedded=classes)
 
 
 PLANTS: dict[str, Plant] = {name: Plant(mistake, rule, bugs) for name, mistake, rule, bugs in _plants()}

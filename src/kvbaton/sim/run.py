@@ -10,13 +10,16 @@ from typing import NamedTuple
 
 from kvbaton.agent.source import SourceRecord
 from kvbaton.agent.target import TargetRecord
-from kvbaton.config import HandoffSettings, Limits
+from kvbaton.config import HandoffSettings, Limits, OnFailure
+from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import LEGAL_PAIRS, Executor, HandoffKey, Incarnation, Mode, Outcome, TransferId
 from kvbaton.core.lifecycle import SourceEvent, SourceState, TargetEvent, TargetState
+from kvbaton.sim.embedded_engine import EmbeddedEngine
 from kvbaton.sim.engine import SimPrompt, SourceEngine, TargetEngine
 from kvbaton.sim.instance import Bugs, Cluster, InstanceShape, SimInstance
 from kvbaton.sim.network import Network
 from kvbaton.sim.script import CALM, HARMLESS, LINK_FAULTS, Fault, FaultKind, RequestScript, Script
+from kvbaton.sim.tag_model import HEADS, TagCacheShape
 from kvbaton.sim.transport import Fabric
 from kvbaton.sim.watch import Watch, kept_for_ever
 from kvbaton.sim.world import SimClock, Violation, World
@@ -147,6 +150,8 @@ class Run:
             declined_within_s=_declined_within_s(script, limits),
         )
         self.cluster.has_driver = script.has_driver
+        self.cluster.mode = script.requests[0].mode
+        self.cluster.on_failure = OnFailure.RECOMPUTE if script.recomputes else OnFailure.FAIL
         self.cluster.watch.is_threaded = script.has_driver
         self.cluster.is_forgetful = script.is_forgetful
         self.cluster.most_peers = script.most_peers
@@ -216,10 +221,21 @@ class Run:
         clock = SimClock(script.drifts[index] if script.drifts else 1.0, script.offsets[index] if script.offsets else offset)
         role = "prefill" if address.startswith("p") else "decode"
         blocks = script.prefill_blocks if role == "prefill" else script.decode_blocks
-        instance = SimInstance(self.cluster, address, role, InstanceShape(script.ranks, blocks, script.layers), clock)
+        shape: InstanceShape | TagCacheShape = InstanceShape(script.ranks, blocks, script.layers)
+        if script.caches:
+            cache = script.caches[index]
+            shape = TagCacheShape(cache.ranks, cache.blocks, script.layers, cache.block_tokens, HEADS)
+            self.cluster.step_tokens = cache.step_tokens
+        instance = SimInstance(self.cluster, address, role, shape, clock)
         if isinstance(instance.engine, TargetEngine):
             instance.engine.decode_s = script.decode_s
-        else:
+        elif isinstance(instance.engine, EmbeddedEngine):
+            instance.engine.step_s = script.step_s
+            for load in script.loads:
+                if load.who == address:
+                    work = partial(instance.engine.generate, load.tokens, load.outputs)
+                    self.world.after(load.at_s, instance.process, partial(instance.call_engine, work))
+        elif isinstance(instance.engine, SourceEngine):
             instance.engine.reserved = max(request.tokens for request in script.requests)
             instance.engine.step_s = script.step_s
         self.cluster.instances[address] = instance
@@ -236,7 +252,15 @@ class Run:
         key = HandoffKey(transfer_id, request.prompt_index, request.sample_index)
         client.keys.append(key)
         prompt = SimPrompt(
-            key, self._attempts, client.number, request.tokens, request.prefix, request.shared, request.mode, request.chunk
+            key,
+            self._attempts,
+            client.number,
+            request.tokens,
+            request.prefix,
+            request.shared,
+            request.mode,
+            request.chunk,
+            request.outputs,
         )
         self.prompts[prompt.number] = (None, None)
         self._key_of[prompt.number] = key
@@ -253,13 +277,12 @@ class Run:
                 self.world.after(request.decode_delay_s, None, lambda: self._to_second_decode(client, prompt))
 
     def _to_prefill(self, client: _Client, prompt: SimPrompt) -> None:
-        instance = self.cluster.instances.get(f"p{client.script.prefill}")
+        instance = self.cluster.instances.get(client.script.ends[0])
         if instance is None:
             self._attempt_failed(client, prompt, None)
             return
         self.prompts[prompt.number] = (instance, self.prompts[prompt.number][1])
         engine = instance.engine
-        assert isinstance(engine, SourceEngine)  # noqa: S101
 
         def answer() -> None:
             if prompt.mode is Mode.PULL:
@@ -271,18 +294,20 @@ class Run:
             if outcome is not Outcome.DELIVERED:
                 self._attempt_failed(client, prompt, instance, reason)
 
-        submit = lambda: engine.submit(prompt, answer, ended)  # noqa: E731
+        submit = lambda: engine.prefill(prompt, answer, ended)  # noqa: E731
         self.world.at(self.world.now, instance.process, lambda: instance.call_engine(submit))
 
+    def _source_address(self, client: _Client) -> ControlAddress:
+        return ControlAddress.of(client.script.ends[0], 1)
+
     def _to_decode(self, client: _Client, prompt: SimPrompt, incarnation: Incarnation | None) -> None:
-        instance = self.cluster.instances.get(f"d{client.script.decode}")
+        instance = self.cluster.instances.get(client.script.ends[1])
         if instance is None:
             self._attempt_failed(client, prompt, None)
             return
         self.prompts[prompt.number] = (self.prompts[prompt.number][0], instance)
         engine, request = instance.engine, client.script
-        assert isinstance(engine, TargetEngine)  # noqa: S101
-        source = self.all_instances[client.script.prefill].control_address
+        source = self._source_address(client)
 
         def ended(key: HandoffKey, outcome: Outcome, reason: str) -> None:
             del key
@@ -291,20 +316,20 @@ class Run:
             elif request.second_decode < 0 or "belongs to another target" not in reason:
                 self._attempt_failed(client, prompt, instance, reason)
 
-        submit = lambda: engine.submit(prompt, source, incarnation, ended)  # noqa: E731
+        submit = lambda: engine.fetch(prompt, source, incarnation, ended)  # noqa: E731
         self.world.at(self.world.now, instance.process, lambda: instance.call_engine(submit))
 
     def _to_second_decode(self, client: _Client, prompt: SimPrompt) -> None:
         """The router is in doubt about the first target: of the two, the source takes one, and refuses the other."""
         instance = self.cluster.instances.get(f"d{client.script.second_decode}")
-        if instance is not None and isinstance(instance.engine, TargetEngine):
-            source = self.all_instances[client.script.prefill].control_address
+        if instance is not None:
+            source = self._source_address(client)
 
             def ended(key: HandoffKey, outcome: Outcome, reason: str) -> None:
                 del key, reason
                 client.is_over = client.is_over or outcome is Outcome.DELIVERED
 
-            submit = partial(instance.engine.submit, prompt, source, None, ended)
+            submit = partial(instance.engine.fetch, prompt, source, None, ended)
             self.world.at(self.world.now, instance.process, lambda: instance.call_engine(submit))
 
     def _attempt_failed(self, client: _Client, prompt: SimPrompt, by: SimInstance | None, reason: str = "") -> None:
@@ -391,7 +416,7 @@ class Run:
         self._look_at = self.world.now + _LOOK_S if is_time else self._look_at
         for instance in self.all_instances:
             if instance.process.is_alive:
-                instance.engine.pool.check()
+                instance.engine.check()
                 self._check_no_resurrection(instance)
                 if is_time:
                     self._check_hard_end(instance)
@@ -454,10 +479,10 @@ class Run:
                 instance.transports[fault.number % len(instance.transports)].refuse_until = until
             case FaultKind.STALL:
                 instance.transports[fault.number % len(instance.transports)].stall_until = until
-            case FaultKind.PREEMPT if isinstance(instance.engine, SourceEngine):
+            case FaultKind.PREEMPT:
                 engine = instance.engine
                 self.world.at(self.world.now, instance.process, lambda: instance.call_engine(engine.preempt))
-            case FaultKind.REFUSE if isinstance(instance.engine, TargetEngine):
+            case FaultKind.REFUSE:
                 instance.engine.refuse_next += 1
                 instance.engine.refuses_whole = fault.is_whole
             case FaultKind.LOSE_REVOKE:
@@ -489,15 +514,20 @@ class Run:
             instance.heal()
         for prefill in range(self.script.prefills):
             for decode in range(self.script.decodes):
-                request = RequestScript(self.world.now, prefill, decode, tokens=1, chunk=1, mode=Mode.PUSH, retries=1)
+                request = RequestScript(self.world.now, prefill, decode, tokens=1, chunk=1, mode=self._probe_mode, retries=1)
                 client = _Client(request, len(self.clients) + len(self.probes))
                 self.probes.append(client)
                 self._attempt(client)
 
+    @property
+    def _probe_mode(self) -> Mode:
+        """Engines of production have one mode each."""
+        return self.cluster.mode if self.script.caches else Mode.PUSH
+
     def _cancel(self, fault: Fault) -> None:
         client = self.clients[fault.number % len(self.clients)]
         self._cancelled_at[fault] = client.attempts
-        address = f"d{client.script.decode}" if fault.kind is FaultKind.CANCEL_TARGET else f"p{client.script.prefill}"
+        address = client.script.ends[fault.kind is FaultKind.CANCEL_TARGET]
         instance = self.cluster.instances.get(address)
         if instance is not None and client.keys:
             key = client.keys[-1]
@@ -613,13 +643,12 @@ class Run:
             if not instance.process.is_alive:
                 continue
             engine, coordinator = instance.engine, instance.coordinator
-            if engine.requests or coordinator.source.live or coordinator.target.live:
+            if engine.live or coordinator.source.live or coordinator.target.live:
                 states = [f"{key} {record.state}" for key, record in coordinator.source.live.items()]
                 states += [f"{key} {record.state}" for key, record in coordinator.target.live.items()]
-                detail = f"{instance.process.name}: {len(engine.requests)} requests, {'; '.join(states)}"
+                detail = f"{instance.process.name}: {engine.live} requests, {'; '.join(states)}"
                 self.world.violate("everything ends", detail)
-            out = engine.blocks_out() if isinstance(engine, TargetEngine) else engine.pool.total - len(engine.pool.free)
-            if out:
+            if out := engine.blocks_out():
                 self.world.violate("every block is back", f"{instance.process.name}: {out} blocks are still out")
             if coordinator.target.decline_notices:
                 detail = f"{instance.process.name}: {len(coordinator.target.decline_notices)} decline notices have no end"
@@ -643,9 +672,13 @@ class Run:
                     self.world.find("counted", f"{instance.process.name}: what time does is never late: {late}")
 
     def _check_cards_kept(self, instance: SimInstance) -> None:
-        """Of peers that were dialled, a target keeps one card per address, and no instance more cards than it may."""
+        """Of peers that were dialled, a target keeps one card per address, and no instance more cards than it may.
+
+        One that is a source, too, has cards of peers that have dialled it, of which it does not know the address.
+        """
         cards = list(vars(vars(instance.coordinator)["_peers"])["_cards"])
-        dialled = [address for card in cards if (address := card.partition("#")[0]) in instance.dialled]
+        is_source = instance.address in {request.ends[0] for request in self.script.requests}
+        dialled = [] if is_source else [each for card in cards if (each := card.partition("#")[0]) in instance.dialled]
         if len(set(dialled)) < len(dialled) or len(cards) > (self.script.most_peers or math.inf):
             self.world.find("nothing kept", f"{instance.process.name}: the cards of {cards}")
 

@@ -114,6 +114,16 @@ class RequestScript(msgspec.Struct, frozen=True):
     """What to call it, literally, in every attempt."""
     prompt_index: int = 0
     sample_index: int = 0
+    outputs: int = 1
+    """How many tokens an engine of production computes for it."""
+    is_turned: bool = False
+    """Whether the cache goes the other way: from the instance `decode` to the instance `prefill`."""
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        """Where its source and its target live."""
+        ends = f"p{self.prefill}", f"d{self.decode}"
+        return ends[::-1] if self.is_turned else ends
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -136,6 +146,25 @@ class Fault(msgspec.Struct, frozen=True):
     def is_short(self) -> bool:
         """Whether it is over long before any limit: one of that kind makes no request fail."""
         return self.kind is FaultKind.LOSE or (self.kind in _WAITED_OUT and self.for_s <= _SHORT_S)
+
+
+class CacheScript(msgspec.Struct, frozen=True):
+    """The cache of an instance that runs the engine of production."""
+
+    ranks: int
+    block_tokens: int
+    blocks: int
+    step_tokens: int = 5
+    """How many tokens one step runs at most; of prefills, a block of them at least."""
+
+
+class LoadScript(msgspec.Struct, frozen=True):
+    """A request without a hand-off, which takes blocks of an engine of production from the others."""
+
+    at_s: float
+    who: str
+    tokens: int
+    outputs: int
 
 
 class Script(msgspec.Struct, frozen=True):
@@ -180,6 +209,12 @@ class Script(msgspec.Struct, frozen=True):
     """Whether the driver of production runs the instances; their ranks have to live in processes of their own."""
     joins_messages: bool = False
     """Whether messages that leave at the same moment travel in one frame, which is lost, doubled and delayed as one."""
+
+    caches: tuple[CacheScript, ...] = ()
+    """One per address where instances run the engine of production, under its driver; all requests have one mode."""
+    loads: tuple[LoadScript, ...] = ()
+    recomputes: bool = False
+    """Whether an engine of production computes what could not be handed over."""
 
     @property
     def addresses(self) -> list[str]:

@@ -11,9 +11,9 @@ import numpy.typing as npt
 from kvbaton.core.handoff import BlockLists
 from kvbaton.engines.embedded.config import ModelConfig
 from kvbaton.engines.embedded.model import TokenSpan, Written
-from kvbaton.engines.embedded.tokenizer import Tokenizer
+from kvbaton.engines.embedded.text_stream import TokenDecoder
 
-__all__ = ["EngineCache", "EngineModel", "PromptTokenizer", "ModelInfo", "StepModel"]
+__all__ = ["EngineCache", "EngineModel", "EngineTokenizer", "PromptTokenizer", "ModelInfo", "StepModel"]
 
 
 class StepModel(Protocol):
@@ -38,6 +38,10 @@ class PromptTokenizer(Protocol):
 
     def apply_chat_template(self, messages: list[dict[str, str]]) -> str:
         """The prompt of a conversation, special tokens included."""
+
+
+class EngineTokenizer(PromptTokenizer, TokenDecoder, Protocol):
+    """A tokenizer that also decodes."""
 
 
 class ModelInfo(Protocol):
@@ -68,7 +72,7 @@ class EngineModel(ModelInfo, Protocol):
         """Runs its steps."""
 
     @property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> EngineTokenizer:
         """Its tokenizer, which also decodes."""
 
 

@@ -21,7 +21,7 @@ from kvbaton.engines.embedded.request import (
 )
 from kvbaton.engines.embedded.sampling import Sampled
 from kvbaton.engines.embedded.seams import EngineCache
-from kvbaton.engines.embedded.tokenizer import StopFilter, TextStream, Tokenizer
+from kvbaton.engines.embedded.text_stream import StopFilter, TextStream, TokenDecoder
 from kvbaton.errors import Bug
 
 __all__ = ["SequenceStatus", "Sequence", "choose_seed", "prompt_digest"]
@@ -51,7 +51,7 @@ class Sequence:
         self,
         request: GenerationRequest,
         sink: Sink,
-        tokenizer: Tokenizer,
+        tokenizer: TokenDecoder,
         *,
         number: int,
         limit: int,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvbaton.engines.embedded.cache import PagedCache
 from kvbaton.engines.embedded.model import TokenSpan
-from kvbaton.engines.embedded.tokenizer import TextStream
+from kvbaton.engines.embedded.text_stream import TextStream
 from kvbaton.engines.embedded.weights import LoadedModel, load_model
 
 pytestmark = pytest.mark.real_model

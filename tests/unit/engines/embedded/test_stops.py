@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbaton.engines.embedded.tokenizer import StopFilter
+from kvbaton.engines.embedded.text_stream import StopFilter
 
 
 def shown(pieces: list[str], *stops: str) -> tuple[str, bool]:

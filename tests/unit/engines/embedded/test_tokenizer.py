@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from kvbaton.engines.embedded.gguf_tokenizer import tokenizer_from_gguf
 from kvbaton.engines.embedded.model_files import SafetensorsDir
+from kvbaton.engines.embedded.text_stream import TextStream
 from kvbaton.engines.embedded.tiny import write_tiny_model
-from kvbaton.engines.embedded.tokenizer import TextStream, Tokenizer, TokenizerFiles
+from kvbaton.engines.embedded.tokenizer import Tokenizer, TokenizerFiles
 from kvbaton.errors import BadRequest, ModelError
 
 USER = {"role": "user", "content": "hi"}
