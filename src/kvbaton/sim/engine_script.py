@@ -67,8 +67,9 @@ def make_engine_script(seed: int) -> Script:
     )
     loads = tuple(_load(rng, script) for _ in range(rng.randint(0, 2 * len(caches))))
     faults = tuple(_fault(rng, script) for _ in range(rng.choice((0, 0, 1, 2, 3))))
-    if faults:
-        # Through the memory of an instance with both roles a fault reaches the other side of it, and all that waits there.
+    if faults or mode is Mode.PULL:
+        # Two instances with both roles can wait for each other's memory, and through it a fault reaches all that waits there.
+        # In pull no block is reserved for what an instance fetches: until queue_timeout, see docs/promises.md.
         requests = tuple(msgspec.structs.replace(request, is_turned=False) for request in requests)
     script = msgspec.structs.replace(script, requests=requests, loads=loads, faults=faults)
     if mode is Mode.PULL or rng.random() < 0.4:
