@@ -1,35 +1,96 @@
-"""Finding ports that are free now, below the range that the kernel hands out for outgoing connections."""
+"""Finding ports that are free now, and stay so until they are used: below those that the kernel hands out for outgoing
+connections, and below those on which transports listen, which they choose by themselves.
+
+Between the choice of a port and its use a process is started, which takes seconds. Meanwhile another process may look for
+ports too (a second `kvbaton up`, tests), so each is reserved: by a lock on the byte of that number in a file that all
+processes of a user have in common. The system drops the locks of a process that ends.
+"""
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import os
 import random
 import socket
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
 
 from kvbaton.errors import ConfigError
 
 __all__ = ["PortPicker", "check_port", "check_port_free"]
 
-_FIRST, _LAST = 10_000, 32_767
+_FIRST, _LAST = 10_000, 19_999
 _TRIES = 1000
 _EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104
 
 
+class _Reservations:
+    """The ports that pickers of this process have handed out, and of other processes, as far as the file can be shared."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._taken: set[int] = set()
+        self._file: int | None = None
+
+    def take(self, ports: range) -> bool:
+        """Reserve all of these, or none."""
+        with self._lock:
+            for port in ports:
+                if port in self._taken or not self._shut(port):
+                    self._drop(range(ports.start, port))
+                    return False
+                self._taken.add(port)
+            return True
+
+    def give_back(self, ports: Iterable[int]) -> None:
+        """Let other pickers have them."""
+        with self._lock:
+            self._drop(ports)
+
+    def _shut(self, port: int) -> bool:
+        """Lock the byte of a port; True also where there is no file to lock, since a reservation is help, not a promise."""
+        try:
+            if self._file is None:
+                path = Path(tempfile.gettempdir()) / f"kvbaton-ports-{os.getuid()}"
+                self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+        except OSError as error:
+            return error.errno not in (errno.EAGAIN, errno.EACCES) or self._file is None
+        return True
+
+    def _drop(self, ports: Iterable[int]) -> None:
+        for port in ports:
+            self._taken.discard(port)
+            if self._file is not None:
+                fcntl.lockf(self._file, fcntl.LOCK_UN, 1, port)
+
+
+_RESERVED = _Reservations()
+
+
 class PortPicker:
-    """Hands out free ports, each at most once."""
+    """Hands out free ports, each at most once, and no two pickers of a user the same while both live."""
 
     def __init__(self) -> None:
         self._given: set[int] = set()
         self._random = random.Random()
+        weakref.finalize(self, _RESERVED.give_back, self._given)
 
     def pick(self, count: int = 1) -> int:
         """A port that no process listens on, on any address, and that was not handed out before; the first of `count`."""
         for _ in range(_TRIES):
             port = self._random.randint(_FIRST, _LAST - count + 1)
             ports = range(port, port + count)
-            if self._given.isdisjoint(ports) and all(map(_is_free, ports)):
+            if not _RESERVED.take(ports):
+                continue
+            if all(map(_is_free, ports)):
                 self._given.update(ports)
                 return port
+            _RESERVED.give_back(ports)
         raise ConfigError(f"no free port between {_FIRST} and {_LAST}; end some servers and try again")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -66,3 +68,41 @@ def test_an_address_that_is_not_ours_is_not_called_in_use() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1 port 12345: .*--host") as caught:
         check_port_free("192.0.2.1", 12345, "--port")
     assert "in use" not in str(caught.value)
+
+
+PICKS = """
+from kvbaton.launch import ports
+ports._FIRST, ports._LAST = {first}, {last}
+picker = ports.PortPicker()
+print(*(picker.pick() for _ in range(60)), flush=True)
+input()
+"""
+
+
+def test_two_processes_pick_different_ports_until_one_of_them_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, last = 12_000, 12_199
+    monkeypatch.setattr(ports_module, "_FIRST", first)
+    monkeypatch.setattr(ports_module, "_LAST", last)
+    command = [sys.executable, "-c", PICKS.format(first=first, last=last)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        theirs = {int(each) for each in other.stdout.readline().split()}
+        assert len(theirs) == 60
+        picker = PortPicker()
+        assert theirs.isdisjoint(picker.pick() for _ in range(60))
+        a_port = min(theirs)
+        assert not ports_module._RESERVED.take(range(a_port, a_port + 1))
+        other.communicate("\n")
+    assert ports_module._RESERVED.take(range(a_port, a_port + 1)), "the reservations of a process end with it"
+    ports_module._RESERVED.give_back([a_port])
+
+
+def test_two_pickers_pick_different_ports_while_both_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = PortPicker(), PortPicker()
+    port = one.pick()
+    monkeypatch.setattr(ports_module, "_FIRST", port)
+    monkeypatch.setattr(ports_module, "_LAST", port)
+    with pytest.raises(ConfigError, match="no free port"):
+        other.pick()
+    del one
+    assert other.pick() == port
