@@ -60,7 +60,8 @@ def port() -> Iterator[int]:
     found = PortPicker().pick()
     try:
         ray.init(address=nodes.address, log_to_driver=False, _node_ip_address=HOSTS[0])
-        serve.start(http_options={"host": "127.0.0.1", "port": found})
+        # One proxy: those of three nodes would share this address, and one that is stopped closes what it has not accepted.
+        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": found})
         yield found
         serve.shutdown()
     finally:
@@ -226,8 +227,12 @@ def test_no_request_is_lost_or_wrong_while_replicas_come_and_go(port: int, expec
 def test_the_same_load_notices_replicas_that_do_not_drain(port: int, expected: dict[str, str]) -> None:
     with served(port, RaySettings("tiny", prefill=PREFILL, decode=DECODE, drain_timeout_s=0.1)) as running:
         load = Load(running.client, expected)
-        scale_up_and_down(running, load, 0)
-        assert load.lost or load.wrong
+        for _ in range(5):  # a replica that is stopped may have had nothing to do
+            running.seen.clear()
+            scale_up_and_down(running, load, 0)
+            if load.lost or load.wrong:
+                return
+        pytest.fail("no request was lost, though replicas were stopped while they had some")
 
 
 def test_the_same_load_notices_caches_that_do_not_arrive(port: int, expected: dict[str, str]) -> None:
