@@ -80,15 +80,19 @@ class House:
         for name in self.names:
             self.ports[name] = picker.pick()
             self.start(name)
-        give_up_at = time.monotonic() + _START_S
-        while self.is_known != set(self.names):
+        began = time.monotonic()
+        while not self.is_up_since(began):
             for _ in self.turn(0.2):
                 pass
-            if time.monotonic() > give_up_at:
-                raise LocalError(
-                    f"of {', '.join(self.names)} only {', '.join(sorted(self.is_known))} came up in {_START_S:g} s"
-                )
         return self
+
+    def is_up_since(self, began: float) -> bool:
+        """Whether all instances are up; raises LocalError where one of them is not, and has had its time since `began`."""
+        if self.is_known == set(self.names):
+            return True
+        if time.monotonic() > began + _START_S:
+            raise LocalError(f"of {', '.join(self.names)} only {', '.join(sorted(self.is_known))} came up in {_START_S:g} s")
+        return False
 
     def __exit__(self, *_: object) -> None:
         for name in list(self.processes):

@@ -211,6 +211,7 @@ class Replay:
         """Until nothing is due, every attempt has ended, and every instance is up and idle; false if that takes too long."""
         give_up_at = look_at = 0.0
         idle_since = math.inf
+        waits_since = time.monotonic()
         longest_s = self._limits.hold_cap + self._limits.queue_timeout + 2 * self._limits.defer_timeout + self.slack_s
         while True:
             now = time.monotonic()
@@ -218,9 +219,11 @@ class Replay:
                 heapq.heappop(self._due)[2]()
                 give_up_at = time.monotonic() + longest_s
             self._turn()
-            if self._due or not self._all_up():
+            waits_since = now if self._due else waits_since
+            if self._due or not self.house.is_up_since(waits_since):
                 give_up_at = max(give_up_at, now + self.slack_s)
                 continue
+            waits_since = now
             open_now = [each for each in self._attempts.values() if each.open_sides]
             if not open_now and now >= look_at:
                 look_at = now + _LOOK_S
@@ -241,9 +244,6 @@ class Replay:
                 self._on_death(name)
             elif isinstance(report, SideOver):
                 self._on_over(name, report)
-
-    def _all_up(self) -> bool:
-        return self.house.is_known == set(self.house.names)
 
     def _busy(self) -> list[ReplayGauges]:
         """The gauges of instances that have not come to rest."""
