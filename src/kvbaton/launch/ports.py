@@ -2,22 +2,19 @@
 connections, and below those on which transports listen, which they choose by themselves.
 
 Between the choice of a port and its use a process is started, which takes seconds. Meanwhile another process may look for
-ports too (a second `kvbaton up`, tests), so each is reserved: by a lock on the byte of that number in a file that all
-processes of a user have in common. The system drops the locks of a process that ends.
+ports too (a second `kvbaton up`, tests), so each is reserved: by a socket bound to a name that says the port, in the
+abstract names of Linux. They belong to a network namespace, as ports do; no file is left behind; and the system drops
+those of a process that ends. Other systems have no such names, and reserve within the process only.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
-import os
 import random
 import socket
-import tempfile
 import threading
 import weakref
 from collections.abc import Iterable
-from pathlib import Path
 
 from kvbaton.errors import ConfigError
 
@@ -29,21 +26,19 @@ _EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104
 
 
 class _Reservations:
-    """The ports that pickers of this process have handed out, and of other processes, as far as the file can be shared."""
+    """The ports that pickers of this process have handed out, kept from pickers of other processes on the same network."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._taken: set[int] = set()
-        self._file: int | None = None
+        self._lock = threading.RLock()  # a picker that is collected gives back wherever its thread is
+        self._held: dict[int, socket.socket | None] = {}
 
     def take(self, ports: range) -> bool:
         """Reserve all of these, or none."""
         with self._lock:
             for port in ports:
-                if port in self._taken or not self._shut(port):
+                if port in self._held or not self._hold(port):
                     self._drop(range(ports.start, port))
                     return False
-                self._taken.add(port)
             return True
 
     def give_back(self, ports: Iterable[int]) -> None:
@@ -51,29 +46,32 @@ class _Reservations:
         with self._lock:
             self._drop(ports)
 
-    def _shut(self, port: int) -> bool:
-        """Lock the byte of a port; True also where there is no file to lock, since a reservation is help, not a promise."""
+    def _hold(self, port: int) -> bool:
+        """Take the name of a port; only a name that is in use says no, since a reservation is help, not a promise."""
+        name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            if self._file is None:
-                path = Path(tempfile.gettempdir()) / f"kvbaton-ports-{os.getuid()}"
-                self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+            name.bind(f"\0kvbaton-port-{port}")
         except OSError as error:
-            return error.errno not in (errno.EAGAIN, errno.EACCES) or self._file is None
+            name.close()
+            if error.errno == errno.EADDRINUSE:
+                return False
+            self._held[port] = None
+        else:
+            self._held[port] = name
         return True
 
     def _drop(self, ports: Iterable[int]) -> None:
         for port in ports:
-            self._taken.discard(port)
-            if self._file is not None:
-                fcntl.lockf(self._file, fcntl.LOCK_UN, 1, port)
+            name = self._held.pop(port, None)
+            if name is not None:
+                name.close()
 
 
 _RESERVED = _Reservations()
 
 
 class PortPicker:
-    """Hands out free ports, each at most once, and no two pickers of a user the same while both live."""
+    """Hands out free ports, each at most once, and no two pickers of a network the same while both live."""
 
     def __init__(self) -> None:
         self._given: set[int] = set()
