@@ -17,11 +17,22 @@ QUICK = "not e2e and not sim and not vllm and not vllm_full and not vllm_shapes 
 BESIDE = tests/sim tests/unit/agent tests/unit/core tests/unit/wire tests/unit/discovery tests/unit/transport
 MOVED_HOSTS = tests/contract/test_transport_hosts.py -k "nixl or mooncake" --timeout 300
 MOVED = tests/contract tests/compat/transports --ignore tests/contract/test_transport_hosts.py --sample -k "nixl or mooncake" --timeout 300
+E2E = $(BIN)/pytest --sample -m e2e --durations 12 --timeout 900
+E2E_BESIDE = $(addprefix tests/e2e/test_,instances.py verify_in_full.py storm.py encrypted.py up.py up_restarts.py) \
+	tests/unit/bench/test_bench_router.py tests/compat/mori/test_mori_flood.py
 BENCH ?= engine handoff serve
 
 # The files that have tests with a marker: collecting all tests takes 15 seconds, and each suite would pay that again. With ARGS
 # all are collected, because those may name files.
 marked = $(if $(ARGS),,$(sort $(shell grep -rlE 'mark\.($(1))\b' tests --include='test_*.py')))
+
+# Two lanes of about the same length: name, what runs beside, what runs in front. The output of the first follows that of the second.
+define two_lanes
+	@mkdir -p build; $(2) > build/$(1)-beside.log 2>&1 & beside=$$!; \
+	trap 'kill $$beside 2>/dev/null' INT TERM; \
+	{ $(3); }; front=$$?; \
+	wait $$beside; beside=$$?; echo "== beside it:"; tail -n 60 build/$(1)-beside.log; exit $$((front + beside))
+endef
 
 # A full run: name, marker expression, files, timeout of a test in seconds. Tests that fail, or that no run has reached, fail it.
 # With CONTINUE=1 the log keeps what it has: `make test-vllm-shapes CONTINUE=1 ARGS='-k mla'` completes it.
@@ -90,13 +101,10 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 up: $(VENV)/.installed
 	@$(if $(findstring --ray,$(ARGS)),$(IN_RAY) -m kvbaton.cli.main,$(BIN)/kvbaton) up $(ARGS)
 
-# Two lanes of about the same length: nearly all tests wait most of the time, and simulations need a core. With ARGS: one lane.
+# Nearly all tests wait most of the time, and simulations need a core. With ARGS: one lane.
 test: $(VENV)/.installed-dev
 ifeq ($(strip $(ARGS)),)
-	@mkdir -p build; nice $(BIN)/pytest -m $(QUICK) $(BESIDE) > build/test-beside.log 2>&1 & beside=$$!; \
-	trap 'kill $$beside 2>/dev/null' INT TERM; \
-	$(BIN)/pytest -m $(QUICK) $(BESIDE:%=--ignore=%); rest=$$?; \
-	wait $$beside; beside=$$?; echo "== beside it: $(BESIDE)"; tail -n 60 build/test-beside.log; exit $$((rest + beside))
+	$(call two_lanes,test,nice $(BIN)/pytest -m $(QUICK) $(BESIDE),$(BIN)/pytest -m $(QUICK) $(BESIDE:%=--ignore=%))
 else
 	$(BIN)/pytest -m $(QUICK) $(ARGS)
 endif
@@ -110,7 +118,11 @@ test-mutants: $(VENV)/.installed-dev
 	$(BIN)/python tools/mutants.py --deep $(ARGS)
 
 test-e2e: $(VENV)/.installed-dev
-	$(BIN)/pytest --sample -m e2e $(call marked,e2e) --durations 12 --timeout 900 $(ARGS)
+ifeq ($(strip $(ARGS)),)
+	$(call two_lanes,e2e,$(E2E) $(E2E_BESIDE),$(E2E) $(filter-out $(E2E_BESIDE),$(call marked,e2e)))
+else
+	$(E2E) $(ARGS)
+endif
 
 # An hour; `ARGS="--for-s 600 --seed 7"` for another time and other schedules.
 test-replay: $(VENV)/.installed-dev
@@ -138,14 +150,11 @@ $(VENV)-movers/.installed: $(VENV)/.installed-dev
 test-mori: $(VENV)/.installed-dev
 	$(BIN)/pytest tests/contract/test_exchange_contract.py tests/contract/test_exchange_gpu.py tests/compat/mori -rs --timeout 900 $(ARGS)
 
-# Two lanes, as in `test`: routers beside the libraries that move bytes. With ARGS: one after the other.
+# Routers beside the libraries that move bytes. With ARGS: one after the other.
 test-compat: $(VENV)/.installed-dev $(VENV)-movers/.installed
 ifeq ($(strip $(ARGS)),)
-	@mkdir -p build; $(BIN)/pytest -m compat $(call marked,compat) -rs --timeout 600 > build/compat-beside.log 2>&1 & beside=$$!; \
-	trap 'kill $$beside 2>/dev/null' INT TERM; \
-	$(MOVERS)/python -m pytest $(MOVED_HOSTS); hosts=$$?; \
-	$(MOVERS)/python -m pytest $(MOVED); rest=$$?; \
-	wait $$beside; beside=$$?; echo "== beside it: routers"; tail -n 60 build/compat-beside.log; exit $$((hosts + rest + beside))
+	$(call two_lanes,compat,$(BIN)/pytest -m compat $(call marked,compat) -rs --timeout 600,\
+		$(MOVERS)/python -m pytest $(MOVED_HOSTS); hosts=$$?; $(MOVERS)/python -m pytest $(MOVED) && [ $$hosts = 0 ])
 else
 	$(BIN)/pytest -m compat $(call marked,compat) -rs --timeout 600 $(ARGS)
 	$(MOVERS)/python -m pytest $(MOVED_HOSTS) $(ARGS)
