@@ -54,7 +54,7 @@ class TestAbortAtPrefill:
         name = next(names)
         with Node() as source, Node() as target:
             source.prefill(name, LONG).wait()
-            assert source.engine.stats().blocks_held > 0
+            wait_until(lambda: source.engine.stats().blocks_held > 0, "the finished cache is held")
             source.driver.cancel(key_of(name))
             source.wait_idle()
             assert "it is not held here" in target.decode(name, LONG, source.address).wait().error
@@ -65,7 +65,7 @@ class TestAbortAtPrefill:
         name = next(names)
         with Node(handoff=HandoffSettings(mode=mode), blocks=600) as source:
             source.prefill(name, LONG).wait()
-            assert source.engine.stats().blocks_held > 0
+            wait_until(lambda: source.engine.stats().blocks_held > 0, "the finished cache is held")
             source.cancel(name)
             source.wait_idle()
             assert source.engine.stats().handoffs_total == {("source", "cancelled"): 1}
