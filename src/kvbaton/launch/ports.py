@@ -2,7 +2,7 @@
 connections, and below those on which transports listen, which they choose by themselves.
 
 Between the choice of a port and its use a process is started, which takes seconds. Meanwhile another process may look for
-ports too (a second `kvbaton up`, tests), so each is reserved: by a socket bound to a name that says the port, in the
+ports too (a second `kvbaton up`, tests), so each is reserved: by a socket bound to a name with the port in it, among the
 abstract names of Linux. They belong to a network namespace, as ports do; no file is left behind; and the system drops
 those of a process that ends. Other systems have no such names, and reserve within the process only.
 """
@@ -47,7 +47,7 @@ class _Reservations:
             self._drop(ports)
 
     def _hold(self, port: int) -> bool:
-        """Take the name of a port; only a name that is in use says no, since a reservation is help, not a promise."""
+        """Take the name of a port; only a name that is in use refuses it, since a reservation is help, not a promise."""
         name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             name.bind(f"\0kvbaton-port-{port}")
