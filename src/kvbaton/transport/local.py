@@ -40,6 +40,9 @@ _WORTH_SPLITTING_BYTES = 512 << 10
 _AT_ONCE_BYTES = 256 << 10
 """Batches up to this size are copied by the caller: waking the mover, and being woken by it, takes longer."""
 
+_BEGUN_RUNS = 4 * MAX_SLICE_RUNS
+"""Batches of one slice and at most so many runs are begun by `post`, which checks them with the interpreter's lock."""
+
 
 @dataclass(slots=True, eq=False)
 class _Process:
@@ -57,11 +60,12 @@ class _Process:
 class _ProcessReach:
     """Copies slices, in several threads at once where a slice is worth it."""
 
-    def __init__(self, region: Region, memory: ProcessMemory, threads: int) -> None:
+    def __init__(self, region: Region, memory: ProcessMemory, threads: int, slice_bytes: int) -> None:
         self._region = region
+        self._slice_bytes = slice_bytes
         self._memory = memory
         loops = load_loops()
-        self._crew = CopyCrew(loops, threads - 1) if loops is not None else None
+        self._crew = CopyCrew(loops, threads - 1, begins=True) if loops is not None else None
         self._threads = threads
         self._helpers = ThreadPoolExecutor(threads - 1, "kvbaton-local-copier") if threads > 1 else None
 
@@ -95,6 +99,19 @@ class _ProcessReach:
         except (KVBatonError, OSError, ValueError) as problem:
             return moved, describe(problem)
         return moved, ""
+
+    def begin(self, link: _Process, batch: Batch, wakeup_fd: int) -> int:
+        """Leave a batch of mapped memory to the helpers; see `Starter`."""
+        if link.copier is None or not is_there(link.neighbour.pid):
+            return 0
+        return link.copier.begin(batch.runs, self._slice_bytes, _BEGUN_RUNS, wakeup_fd)
+
+    def has_ended(self) -> bool:
+        return self._crew is None or self._crew.has_ended()
+
+    def wait_end(self) -> None:
+        if self._crew is not None:
+            self._crew.wait_end()
 
     def confirm(self, link: _Process) -> None:
         # The process first: the mark of one that has died is still readable where it was mapped.
@@ -176,14 +193,17 @@ class LocalTransport(QueuedTransport[_Process]):
         if region.memory_fd >= 0:
             write_mark(region, self._mark)
         threads = min(settings.copy_threads, len(os.sched_getaffinity(0)))
-        self._reach = _ProcessReach(region, self._memory, threads)
-        ledger: Ledger[_Process] = Ledger(region, settings)
-        mover = SliceMover("local", ledger, settings, self._reach, threads * settings.slice_bytes, _SLICE_RUNS)
+        slice_bytes = threads * settings.slice_bytes
+        self._reach = _ProcessReach(region, self._memory, threads, slice_bytes)
+        ledger: Ledger[_Process] = Ledger(region, settings, starter=self._reach)
+        mover = SliceMover("local", ledger, settings, self._reach, slice_bytes, _SLICE_RUNS)
         super().__init__(region, settings, ledger, mover)
 
     def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
         if after is None and batch.direction is Direction.READ:
             ticket = self._ledger.move_now(batch, self._reach.move_now)
+            if ticket is None:
+                ticket = self._ledger.begin_now(batch)
             if ticket is not None:
                 return ticket
         return super().post(batch, after)

@@ -12,12 +12,15 @@ int check_runs(const uint64_t *runs, long row, long column, long count, uint64_t
 uint64_t move_few(char *target, uint64_t target_bytes, const char *source, uint64_t source_bytes, const uint64_t *runs, long row,
                   long column, long count, uint64_t most_bytes) {
     uint64_t own[3 * MOST_RUNS], left = most_bytes;
-    if (count > MOST_RUNS || !check_runs(runs, row, column, count, source_bytes, target_bytes, own)) return 0;
-    const uint64_t *sources = own, *targets = own + count, *sizes = own + 2 * count;
+    if (count > MOST_RUNS) return 0;
+    /* First, so that what is too long is not checked for nothing. */
     for (long run = 0; run < count; run++) {
-        if (sizes[run] > left) return 0;
-        left -= sizes[run];
+        uint64_t bytes = runs[run * row + 2 * column];
+        if (bytes > left) return 0;
+        left -= bytes;
     }
+    if (!check_runs(runs, row, column, count, source_bytes, target_bytes, own)) return 0;
+    const uint64_t *sources = own, *targets = own + count, *sizes = own + 2 * count;
     for (long run = 0; run < count; run++) memcpy(target + targets[run], source + sources[run], sizes[run]);
     return most_bytes - left;
 }

@@ -52,6 +52,7 @@ __all__ = [
     "RevokeLink",
     "Schedule",
     "SliceMover",
+    "Starter",
     "bytes_detail",
     "check_endpoint",
     "describe",
@@ -112,6 +113,23 @@ MoverCommand = PostJob[L] | CancelJob[L] | RevokeLink[L]
 RunsCheck = Callable[[L, Runs], None]
 """Refuses runs of a link by raising RangeError."""
 
+
+class Starter(Protocol[L_contra]):
+    """Moves one batch at a time without the mover."""
+
+    def begin(self, link: L_contra, batch: Batch, wakeup_fd: int) -> int:
+        """Check a batch and begin to move it; `wakeup_fd` gets a byte at the end. How many bytes it has; 0: not begun."""
+
+    def has_ended(self) -> bool:
+        """Whether what was begun is moved; then it touches no memory any more, and the byte was written."""
+
+    def wait_end(self) -> None:
+        """Wait until it is; no longer than its bytes take."""
+
+    def confirm(self, link: L_contra) -> None:
+        """Raise KVBatonError unless what was copied came from the peer that is meant; called after a batch's last byte."""
+
+
 MoveNow = Callable[[L, Batch], tuple[int, str]]
 """Checks and moves a small batch of a link; the bytes, 0 if it moved nothing, and the error with which the batch ends."""
 
@@ -122,12 +140,27 @@ class _KnownPeer(Generic[L]):
     link: L
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _BegunBatch(Generic[L]):
+    ticket: Ticket
+    link: L
+    wire_bytes: int
+
+
 class Ledger(Generic[L]):
     """Peers, jobs, commands and completions of one transport; `L` is what the mover keeps per peer."""
 
-    def __init__(self, region: Region, settings: TransportSettings, check: RunsCheck[L] | None = None) -> None:
-        """`check` may refuse more runs than the sizes of both regions do; it raises RangeError."""
+    def __init__(
+        self,
+        region: Region,
+        settings: TransportSettings,
+        check: RunsCheck[L] | None = None,
+        starter: Starter[L] | None = None,
+    ) -> None:
+        """`check` may refuse more runs than the sizes of both regions do; it raises RangeError. `begin_now` has a starter."""
         self._check = check
+        self._starter = starter
+        self._begun: _BegunBatch[L] | None = None
         self._loops = load_loops()
         self._region = region
         self._settings = settings
@@ -191,11 +224,8 @@ class Ledger(Generic[L]):
                 raise QueueFull(
                     f"queue full: {self._settings.max_in_flight} batches are in flight (max_in_flight); poll, then post again"
                 )
-            self._last_ticket += 1
-            job = BatchJob(Ticket(self._last_ticket), known.link, cursor, after, batch.direction)
+            job = BatchJob(self._number(batch.peer), known.link, cursor, after, batch.direction)
             self._jobs[job.ticket] = job
-            self._peer_of[job.ticket] = batch.peer
-            self._count_of[batch.peer] += 1
             self._command(PostJob(job))
         return job.ticket
 
@@ -206,21 +236,36 @@ class Ledger(Generic[L]):
         between; `move` must therefore be quick, and touch nothing here.
         """
         with self._lock:
-            if self._jobs or self._commands or self._check is not None:
-                return None
-            known = self._known(batch.peer)
-            if len(self._peer_of) >= self._settings.max_in_flight:
-                return None
-            moved_bytes, error = move(known.link, batch)
+            link = self._free_link(batch.peer)
+            moved_bytes, error = move(link, batch) if link is not None else (0, "")
             if not moved_bytes:
                 return None
-            self._last_ticket += 1
-            ticket = Ticket(self._last_ticket)
-            self._peer_of[ticket] = batch.peer
-            self._count_of[batch.peer] += 1
+            ticket = self._number(batch.peer)
             self._completions.append(Completion(ticket, moved_bytes, error))
             self.done.set()
             return ticket
+
+    def begin_now(self, batch: Batch) -> Ticket | None:
+        """Have the starter move a batch; None where it has to be admitted. Raises TransportError or RangeError.
+
+        Only while nothing else moves, as with `move_now`. It is in no queue of the mover, so it is not cancelled; `poll` looks
+        whether it has ended, and what revokes its peer or closes the transport waits for that.
+        """
+        with self._lock:
+            link = self._free_link(batch.peer)
+            if link is None or self._starter is None:
+                return None
+            wire_bytes = self._starter.begin(link, batch, self.done.write_fd)
+            if not wire_bytes:
+                return None
+            self._begun = _BegunBatch(self._number(batch.peer), link, wire_bytes)
+            return self._begun.ticket
+
+    def stop_begun(self, link: L, error: str) -> None:
+        """Wait until what was begun for `link`, if anything, moves no more; it ends with this error."""
+        with self._lock:
+            if self._begun is not None and self._begun.link is link:
+                self._wait_begun(error)
 
     def ask_cancel(self, ticket: Ticket) -> None:
         """Have the mover stop the job, once; unknown and finished tickets are ignored."""
@@ -256,15 +301,19 @@ class Ledger(Generic[L]):
         with self._lock:
             if self._jobs.pop(job.ticket, None) is None:
                 raise Bug(f"ticket {job.ticket} was finished twice")
+            self._look_at_begun()  # it was posted before, and is to complete before
             self._complete(job, error, cancelled)
 
     def take_completions(self) -> list[Completion]:
         """What has finished since the last call."""
         with self._lock:
+            # Cleared first: a byte of the starter that is taken here belongs to a batch that is then seen to have ended.
+            self.done.clear()
+            self._look_at_begun()
+            self.done.clear()
             completions, self._completions = self._completions, []
             for completion in completions:
                 self._uncount(self._peer_of.pop(completion.ticket))
-            self.done.clear()
             return completions
 
     def shut(self, reason: str) -> None:
@@ -277,6 +326,7 @@ class Ledger(Generic[L]):
         """End what is still in flight, except `but`, with the reason given to `shut`; called when no mover runs any more."""
         with self._lock:
             self._commands.clear()
+            self._wait_begun(self._shut_reason)
             for ticket in [ticket for ticket in self._jobs if ticket not in but]:
                 self._complete(self._jobs.pop(ticket), self._shut_reason, cancelled=False)
 
@@ -284,6 +334,44 @@ class Ledger(Generic[L]):
         """Give the descriptors back."""
         self.work.close()
         self.done.close()
+
+    def _free_link(self, peer: PeerRank) -> L | None:
+        """What is kept for `peer`, while nothing moves and there is room for one more batch. Raises TransportError."""
+        self._look_at_begun()
+        if self._begun is not None or self._jobs or self._commands or self._check is not None:
+            return None
+        known = self._known(peer)
+        return known.link if len(self._peer_of) < self._settings.max_in_flight else None
+
+    def _number(self, peer: PeerRank) -> Ticket:
+        self._last_ticket += 1
+        ticket = Ticket(self._last_ticket)
+        self._peer_of[ticket] = peer
+        self._count_of[peer] += 1
+        return ticket
+
+    def _look_at_begun(self) -> None:
+        """Complete what was begun, if it has ended."""
+        begun, starter = self._begun, self._starter
+        if begun is None or starter is None or not starter.has_ended():
+            return
+        error = ""
+        try:
+            # After the last byte, not before the first: a peer that dies or withdraws during the copy must not count.
+            starter.confirm(begun.link)
+        except (KVBatonError, OSError, ValueError) as problem:
+            error = describe(problem)
+        self._end_begun(begun, error)
+
+    def _wait_begun(self, error: str) -> None:
+        if self._begun is not None and self._starter is not None:
+            self._starter.wait_end()
+            self._end_begun(self._begun, error)
+
+    def _end_begun(self, begun: _BegunBatch[L], error: str) -> None:
+        self._begun = None
+        self.done.was_written()
+        self._completions.append(Completion(begun.ticket, begun.wire_bytes, error))
 
     def _uncount(self, peer: PeerRank) -> None:
         self._count_of[peer] -= 1
@@ -520,6 +608,7 @@ class SliceMover(Mover[L]):
     def _revoke(self, link: L) -> None:
         for job in self._schedule.discard_link(link, waiting=True):
             self._ledger.finish(job, REVOKED)
+        self._ledger.stop_begun(link, REVOKED)
         self._reach.release(link)
 
     def _move_slice(self, job: BatchJob[L]) -> None:

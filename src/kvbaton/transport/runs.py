@@ -90,7 +90,7 @@ class Loops:
         code = ctypes.CDLL(str(library))
         pointer, number, size = ctypes.c_void_p, ctypes.c_long, ctypes.c_uint64
         self.open_crew, self.close_crew, self.copy_runs = code.open_crew, code.close_crew, code.copy_runs
-        self.open_crew.argtypes, self.open_crew.restype = [number], pointer
+        self.open_crew.argtypes, self.open_crew.restype = [number, ctypes.c_int], pointer
         self.close_crew.argtypes, self.close_crew.restype = [pointer], None
         self.copy_runs.argtypes = [pointer, pointer, pointer, pointer, size, pointer, size, size]
         self.copy_runs.restype = size
@@ -103,6 +103,17 @@ class Loops:
         self._check_strips.argtypes = [pointer, size, size, size]
         for take in (self._take_runs, self._take_few):
             take.argtypes, take.restype = [pointer, size, pointer, size, size, pointer, pointer], size
+        self.begin_strips, self.begin_listed, self.has_ended, self.wait_end = (
+            holding.begin_strips,
+            holding.begin_listed,
+            holding.end_batch,
+            code.end_batch,
+        )
+        self.begin_strips.argtypes = [pointer, pointer, pointer, pointer, size, size, ctypes.c_int]
+        places, listed = (pointer, size, pointer, size), (pointer, number, number, number)
+        self.begin_listed.argtypes = [pointer, *places, *listed, size, ctypes.c_int]
+        self.begin_listed.restype = size
+        self.has_ended.argtypes = self.wait_end.argtypes = [pointer, ctypes.c_int]
         self._move_few = holding.move_few
         self._move_few.argtypes = [pointer, size, pointer, size, pointer, number, number, number, size]
         self._move_few.restype = size
@@ -148,16 +159,9 @@ class Loops:
         0, and nothing was copied, where they are too many, or not seen to be right. `starts` and `sizes` are the addresses and
         bytes of the target region and of the source region.
         """
-        if runs.dtype != np.uint64 or runs.ndim != 2 or runs.shape[1] != 3 or not runs.flags.aligned:
+        if (listed := _listed(runs)) is None:
             return 0
-        if len(runs) and runs.flags.carray:
-            # As nearly always, and to point at the buffer of an array is quicker than to find its address.
-            table: ctypes.Array[ctypes.c_char] | int = _FIRST_BYTE.from_buffer(runs.data)
-            row, column = 3, 1
-        else:
-            table = runs.ctypes.data
-            row, column = (stride // runs.itemsize for stride in runs.strides)
-        return int(self._move_few(starts[0], sizes[0], starts[1], sizes[1], table, row, column, len(runs), most_bytes))
+        return int(self._move_few(starts[0], sizes[0], starts[1], sizes[1], *listed, most_bytes))
 
     def sums(self, start: int, region_bytes: int, pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
         """CRC-32 of parts of these pieces of a region, as `RegionSummer.sums`; long ones without the interpreter's lock.
@@ -184,11 +188,15 @@ class Loops:
 
 
 class CopyCrew:
-    """The thread that copies, and so many helpers of its own, in threads that wait while there is nothing to do."""
+    """The thread that copies, and so many helpers of its own, in threads that wait while there is nothing to do.
 
-    def __init__(self, loops: Loops, helpers: int) -> None:
+    With `begins` there is one more helper, and a batch can be left to the helpers alone, one at a time.
+    """
+
+    def __init__(self, loops: Loops, helpers: int, *, begins: bool = False) -> None:
         self.loops = loops
-        self._crew = loops.open_crew(helpers)
+        self._crew = loops.open_crew(helpers, begins)
+        self._table: StripTable | None = None
         if not self._crew:
             raise ConfigError("no memory for the helpers that copy between processes")
 
@@ -200,11 +208,51 @@ class CopyCrew:
         strips = (cursor.words, cursor.strip_count, cursor.place)
         return int(self.loops.copy_runs(self._crew, target, source, *strips, most_bytes, most_runs))
 
+    def begin_listed(self, starts: tuple[int, int], sizes: tuple[int, int], runs: Runs, most_bytes: int, wakeup_fd: int) -> int:
+        """Check runs as `Loops.checked` does and begin to copy them; arguments and result are those of `Loops.move_few`."""
+        if (listed := _listed(runs)) is None:
+            return 0
+        places = (starts[0], sizes[0], starts[1], sizes[1])
+        return int(self.loops.begin_listed(self._crew, *places, *listed, most_bytes, wakeup_fd))
+
+    def begin_plan(
+        self, starts: tuple[int, int], sizes: tuple[int, int], plan: Plan, most: tuple[int, int], wakeup_fd: int
+    ) -> int:
+        """The same for a plan, of at most so many bytes and runs. Raises RangeError where its arrays are of another kind."""
+        if not 0 < plan.wire_bytes <= most[0] or plan.run_count > most[1] or not self.has_ended():
+            return 0
+        table = StripTable(plan)
+        if not self.loops.passes(table, sizes[1], sizes[0]):
+            return 0
+        wire_bytes = table.plan.wire_bytes
+        self._table = table  # the helpers read it
+        words = (table.words, table.strip_count)
+        return wire_bytes if self.loops.begin_strips(self._crew, *starts, *words, wire_bytes, wakeup_fd) else 0
+
+    def has_ended(self) -> bool:
+        """Whether what was begun is copied."""
+        return bool(self.loops.has_ended(self._crew, 0))
+
+    def wait_end(self) -> None:
+        """Wait until what was begun is copied; this cannot take longer than the copy."""
+        self.loops.wait_end(self._crew, 1)
+
     def close(self) -> None:
-        """End the helpers; no copy may be running. Idempotent."""
+        """End the helpers; no copy may be running, but what was begun is waited for. Idempotent."""
         crew, self._crew = self._crew, None
         if crew:
             self.loops.close_crew(crew)
+
+
+def _listed(runs: Runs) -> tuple[ctypes.Array[ctypes.c_char] | int, int, int, int] | None:
+    """Where loops in C find runs: address, steps from run to run and from number to number, count; None for other arrays."""
+    if runs.dtype != np.uint64 or runs.ndim != 2 or runs.shape[1] != 3 or not runs.flags.aligned:
+        return None
+    if len(runs) and runs.flags.carray:
+        # As nearly always, and to point at the buffer of an array is quicker than to find its address.
+        return _FIRST_BYTE.from_buffer(runs.data), 3, 1, len(runs)
+    row, column = (stride // runs.itemsize for stride in runs.strides)
+    return runs.ctypes.data, row, column, len(runs)
 
 
 def load_loops(directory: Path | None = None, compiler: str = "cc") -> Loops | None:
@@ -494,6 +542,18 @@ class RunCopier:
         if self._crew is None:
             return 0
         return self._crew.loops.move_few(self._starts, (self._target.nbytes, self._source.nbytes), runs, most_bytes)
+
+    def begin(self, runs: Runs | Plan, most_bytes: int, most_runs: int, wakeup_fd: int) -> int:
+        """Check runs and leave them to the crew's helpers; `wakeup_fd` gets a byte at the end.
+
+        Returns how many bytes they have; 0, and nothing was begun, where that is not possible.
+        """
+        if self._crew is None:
+            return 0
+        sizes = self._target.nbytes, self._source.nbytes
+        if isinstance(runs, Plan):
+            return self._crew.begin_plan(self._starts, sizes, runs, (most_bytes, most_runs), wakeup_fd)
+        return self._crew.begin_listed(self._starts, sizes, runs, most_bytes, wakeup_fd) if len(runs) <= most_runs else 0
 
     def copy(self, runs: Runs) -> None:
         """Copy every run; their ranges have been checked and their targets do not overlap."""

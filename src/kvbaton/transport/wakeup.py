@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import threading
 
 __all__ = ["Wakeup"]
+
+_MOST_WRITTEN = 64
 
 
 class Wakeup:
@@ -24,6 +27,16 @@ class Wakeup:
         """The descriptor to wait on; -1 once closed."""
         return self._read_fd
 
+    @property
+    def write_fd(self) -> int:
+        """For threads in C: one byte makes the descriptor readable. What learns of the reason calls `was_written`."""
+        return self._write_fd
+
+    def was_written(self) -> None:
+        """A byte was written to `write_fd`: `clear` has to take it."""
+        with self._lock:
+            self._is_set = self._read_fd >= 0
+
     def set(self) -> None:
         """Make the descriptor readable."""
         with self._lock:
@@ -36,7 +49,8 @@ class Wakeup:
         """Make the descriptor unreadable again."""
         with self._lock:
             if self._is_set and self._read_fd >= 0:
-                os.read(self._read_fd, 1)
+                with contextlib.suppress(BlockingIOError):  # a byte of `write_fd` may be taken before `was_written` is called
+                    os.read(self._read_fd, _MOST_WRITTEN)
                 self._is_set = False
 
     def wait(self, timeout_s: float) -> None:

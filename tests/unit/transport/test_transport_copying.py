@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import pwd
+import select
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbaton.core.strips import Plan, Strip, TokenPattern, unroll
 from kvbaton.transport.base import Runs
 from kvbaton.transport.runs import CopyCrew, RunCopier, RunCursor, load_loops
 
@@ -158,4 +161,110 @@ def test_many_runs_are_left_to_the_mover() -> None:
     runs.flags.writeable = False
     assert RunCopier(source, target, crew).move_few(runs[:512], 4096) == 2048
     assert RunCopier(source, target).move_few(runs[:1], 4096) == 0
+    crew.close()
+
+
+needs_compiler = pytest.mark.skipif(LOOPS is None, reason="needs a C compiler")
+
+
+def begin(source: Bytes, target: Bytes, runs: Runs | Plan, helpers: int = 1, most: tuple[int, int] = (1 << 30, 1 << 20)) -> int:
+    """Begin to copy, wait until a byte is there, look that this was the end, and give everything back."""
+    assert LOOPS is not None
+    outlet, inlet = os.pipe()
+    crew = CopyCrew(LOOPS, helpers, begins=True)
+    try:
+        count = RunCopier(source, target, crew).begin(runs, *most, inlet)
+        if count:
+            assert select.select([outlet], [], [], 60)[0], "no byte came"
+            assert os.read(outlet, 2) == b"\0"
+        else:
+            assert not select.select([outlet], [], [], 0)[0]
+        assert crew.has_ended()
+        crew.wait_end()
+        return count
+    finally:
+        crew.close()
+        os.close(inlet)
+        os.close(outlet)
+
+
+@needs_compiler
+@pytest.mark.parametrize("helpers", [0, 1, 3])
+@given(st.lists(st.sampled_from([1, 7, 4096, 33_000, 40_000]), min_size=1, max_size=80), st.integers(0, 2**32))
+def test_what_is_begun_lands_where_a_loop_puts_it(helpers: int, sizes: list[int], seed: int) -> None:
+    random = np.random.default_rng(seed)
+    source = random.integers(0, 255, len(sizes) * CELL, dtype=np.uint8)
+    target, expected = np.full_like(source, 255), np.full_like(source, 255)
+    sources, targets = random.permutation(len(sizes)) * CELL, np.arange(len(sizes)) * CELL
+    runs = np.column_stack([sources, targets, sizes]).astype(np.uint64)
+    for of, at, count in runs.tolist():
+        expected[at : at + count] = source[of : of + count]
+    assert begin(source, target, runs, helpers) == sum(sizes)
+    assert np.array_equal(target, expected)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[1, 0, 16]],
+        [[0, 1, 16]],
+        [[0, 0, 4], [8, 3, 4]],
+        [[0, 0, 0], [8, 3, 4]],
+        [[2**64 - 1, 0, 4]],
+        [[0, 0, 4], [8, 8, 5]],
+        [[0, 0, 1], [1, 1, 1], [2, 2, 1], [3, 3, 1]],
+        [],
+    ],
+)
+def test_what_cannot_be_seen_to_be_right_is_not_begun(rows: list[list[int]]) -> None:
+    source, target = np.arange(1, 17, dtype=np.uint8), np.zeros(16, np.uint8)
+    most = (8, 3) if len(rows) in (2, 4) else (1 << 20, 1 << 20)
+    assert begin(source, target, np.array(rows, np.uint64).reshape(-1, 3), most=most) == 0
+    assert not target.any()
+    assert begin(source, target, np.array([[0, 0, 4], [8, 8, 4]], np.uint64), most=(8, 3)) == 8  # the control
+    assert target.tolist() == [1, 2, 3, 4, 0, 0, 0, 0, 9, 10, 11, 12, 0, 0, 0, 0]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("most", "is_begun"), [((1 << 20, 1 << 10), True), ((1599, 1 << 10), False), ((1 << 20, 199), False)])
+def test_a_plan_is_begun_as_it_is(most: tuple[int, int], is_begun: bool) -> None:
+    source, target = np.arange(4000, dtype=np.uint8), np.full(4000, 255, np.uint8)
+    pattern = TokenPattern(np.array([[0, 0, 8]]), 16, 16)
+    plan = Plan((Strip(np.array([[0, 0, 0], [2000, 2000, 0]]), np.array([[0, 800, 50], [800, 0, 50]]), pattern),))
+    expected = target.copy()
+    for of, at, count in unroll(plan).tolist() if is_begun else ():
+        expected[at : at + count] = source[of : of + count]
+    # Places in no order are not seen to stand apart: that plan goes the usual way.
+    assert begin(source, target, plan, most=most) == 0
+    ordered = Plan((Strip(plan.strips[0].slots, plan.strips[0].places[::-1].copy(), pattern),))
+    assert begin(source, target, ordered, most=most) == (1600 if is_begun else 0)
+    assert np.array_equal(target, expected)
+
+
+@needs_compiler
+@pytest.mark.parametrize("helpers", [0, 1, 3])
+def test_the_end_waits_for_what_was_begun(helpers: int) -> None:
+    assert LOOPS is not None
+    source = np.arange(4 << 20, dtype=np.uint8)
+    outlet, inlet = os.pipe()
+    for _ in range(20):  # the end comes at any time: before a helper has begun, and while the last one copies
+        target = np.zeros(4 << 20, np.uint8)
+        crew = CopyCrew(LOOPS, helpers, begins=True)
+        assert RunCopier(source, target, crew).begin(np.array([[0, 0, 4 << 20]], np.uint64), 4 << 20, 1, inlet) == 4 << 20
+        crew.close()
+        assert np.array_equal(source, target)
+        assert os.read(outlet, 2) == b"\0"
+    os.close(inlet)
+    os.close(outlet)
+
+
+@needs_compiler
+def test_a_crew_without_the_extra_helper_begins_nothing() -> None:
+    assert LOOPS is not None
+    crew = CopyCrew(LOOPS, 1)
+    source, target = np.ones(16, np.uint8), np.zeros(16, np.uint8)
+    assert RunCopier(source, target, crew).begin(np.array([[0, 0, 16]], np.uint64), 16, 1, -1) == 0
+    assert RunCopier(source, target).begin(np.array([[0, 0, 16]], np.uint64), 16, 1, -1) == 0
+    assert not target.any()
     crew.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 from collections.abc import Iterator
 
@@ -10,7 +11,7 @@ import pytest
 
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.strips import count_runs
-from kvbaton.errors import Bug, RangeError, TransportError
+from kvbaton.errors import Bug, PeerLost, RangeError, TransportError
 from kvbaton.transport.base import Batch, Direction, Endpoint, PeerRank, Region, Runs, TransportSettings
 from kvbaton.transport.queued import CancelJob, Ledger, PostJob, RevokeLink
 from kvbaton.transport.wakeup import Wakeup
@@ -170,3 +171,120 @@ def test_a_transport_with_checks_of_its_own_keeps_them() -> None:
     books.add_peer(PEER, Endpoint("test", 10, {}), "link")
     assert books.move_now(BATCH, lambda *_: (5, "")) is None
     books.close()
+
+
+class Helper:
+    """Moves what was begun when the test ends it; `wait_end` ends it too."""
+
+    def __init__(self) -> None:
+        self.wakeup_fd, self.wire_bytes, self.moving, self.waited, self.problem = -1, 5, False, 0, ""
+        self.ends_when_looked_at = False
+
+    def begin(self, link: str, batch: Batch, wakeup_fd: int) -> int:
+        assert (link, batch, self.moving) == ("link", BATCH, False)
+        self.wakeup_fd, self.moving = wakeup_fd, bool(self.wire_bytes)
+        return self.wire_bytes
+
+    def end(self) -> None:
+        self.moving = False
+        os.write(self.wakeup_fd, b"\0")
+
+    def has_ended(self) -> bool:
+        was_moving = self.moving
+        if self.ends_when_looked_at and was_moving:
+            self.end()
+        return not was_moving
+
+    def wait_end(self) -> None:
+        self.waited += 1
+        self.end()
+
+    def confirm(self, link: str) -> None:
+        assert (link, self.moving) == ("link", False)
+        if self.problem:
+            raise PeerLost(self.problem)
+
+
+@pytest.fixture
+def helper() -> Helper:
+    return Helper()
+
+
+@pytest.fixture
+def begun(helper: Helper) -> Iterator[Ledger[str]]:
+    made: Ledger[str] = Ledger(Region.of(bytearray(10)), TransportSettings(max_in_flight=2), starter=helper)
+    made.add_peer(PEER, Endpoint("test", 10, {}), "link")
+    yield made
+    made.close()
+
+
+def test_a_begun_batch_completes_when_its_last_byte_is_there(begun: Ledger[str], helper: Helper) -> None:
+    for problem in ("", "withdrawn"):
+        helper.problem = problem
+        ticket = begun.begin_now(BATCH)
+        assert ticket is not None
+        assert not is_set(begun.work)
+        assert begun.take_completions() == []
+        assert not is_set(begun.done)
+        helper.end()
+        assert is_set(begun.done)
+        (completion,) = begun.take_completions()
+        assert (completion.ticket, completion.moved_bytes) == (ticket, 5)
+        assert completion.error == (f"PeerLost: {problem}" if problem else "")
+        assert not is_set(begun.done)
+        assert begun.take_completions() == []
+
+
+def test_a_begun_batch_that_ends_right_after_the_look_is_not_forgotten(begun: Ledger[str], helper: Helper) -> None:
+    begun.move_now(BATCH, lambda *_: (5, ""))
+    ticket = begun.begin_now(BATCH)
+    helper.ends_when_looked_at = True
+    assert ticket not in [each.ticket for each in begun.take_completions()]
+    assert is_set(begun.done)
+    assert [each.ticket for each in begun.take_completions()] == [ticket]
+    assert not is_set(begun.done)
+
+
+def test_nothing_is_begun_beside_other_work(begun: Ledger[str], helper: Helper) -> None:
+    assert begun.begin_now(BATCH) is not None
+    assert begun.begin_now(BATCH) is None
+    assert begun.move_now(BATCH, lambda *_: (5, "")) is None
+    helper.end()
+    begun.admit(BATCH, None)
+    (command,) = begun.take_commands()
+    assert begun.begin_now(BATCH) is None
+    assert isinstance(command, PostJob)
+    begun.finish(command.job)
+    first, second = begun.take_completions()
+    assert first.ticket < second.ticket
+    helper.wire_bytes = 0
+    assert begun.begin_now(BATCH) is None
+    assert begun.take_completions() == []
+
+
+def test_a_begun_batch_counts_in_the_queue(begun: Ledger[str]) -> None:
+    begun.begin_now(BATCH)
+    begun.admit(BATCH, None)
+    with pytest.raises(TransportError, match="queue full"):
+        begun.admit(BATCH, None)
+
+
+def test_a_begun_batch_is_waited_for_before_its_peer_is_released(begun: Ledger[str], helper: Helper) -> None:
+    ticket = begun.begin_now(BATCH)
+    begun.stop_begun("another link", "revoked")
+    assert helper.waited == 0
+    begun.stop_begun("link", "revoked")
+    assert helper.waited == 1
+    assert [(each.ticket, each.error) for each in begun.take_completions()] == [(ticket, "revoked")]
+    begun.stop_begun("link", "revoked")
+    assert helper.waited == 1
+
+
+def test_a_begun_batch_is_waited_for_before_the_end(begun: Ledger[str], helper: Helper) -> None:
+    ticket = begun.begin_now(BATCH)
+    begun.shut("closed")
+    begun.finish_all()
+    assert helper.waited == 1
+    assert [(each.ticket, each.error) for each in begun.take_completions()] == [(ticket, "closed")]
+    with pytest.raises(TransportError, match="closed"):
+        begun.begin_now(BATCH)

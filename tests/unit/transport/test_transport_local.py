@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,14 +14,18 @@ import numpy as np
 import pytest
 
 from kvbaton.core.handoff import Incarnation
-from kvbaton.errors import PeerLost, TransportError
+from kvbaton.errors import PeerLost, RangeError, TransportError
 from kvbaton.transport import neighbour
-from kvbaton.transport.base import Endpoint, PeerRank, Region, TransportSettings
+from kvbaton.transport.base import Batch, Completion, Direction, Endpoint, PeerRank, Region, TransportSettings
 from kvbaton.transport.local import LocalTransport
 from kvbaton.transport.neighbour import Neighbour, NeighbourWatch, ProcessMemory, host_id, start_ticks
+from kvbaton.transport.queued import Ledger
+from kvbaton.transport.runs import load_loops
 from kvbaton.transport.shared_memory import SharedMemory
 
 PEER = PeerRank(Incarnation("p"))
+BYTES = 6 << 20
+PAGES = Batch(PEER, Direction.READ, np.array([[(1 << 20) * n, (1 << 20) * (5 - n), 1 << 20] for n in range(5)], np.uint64))
 
 
 @pytest.fixture
@@ -28,6 +33,29 @@ def transport() -> Iterator[LocalTransport]:
     made = LocalTransport(Region.of(bytearray(64)), TransportSettings())
     yield made
     made.close()
+
+
+Pair = tuple[SharedMemory, LocalTransport, SharedMemory, LocalTransport]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    """Source and target with shared memory, as the embedded engine has it; the source's is filled."""
+    source, target = SharedMemory(BYTES), SharedMemory(BYTES)
+    np.frombuffer(source.region.view, np.uint8)[:] = np.random.default_rng(1).integers(1, 255, BYTES, dtype=np.uint8)
+    owner = LocalTransport(source.region, TransportSettings())
+    reader = LocalTransport(target.region, TransportSettings())
+    reader.connect(PEER, owner.endpoint())
+    yield source, owner, target, reader
+    reader.close()
+    owner.close()
+
+
+def completed(reader: LocalTransport) -> Completion:
+    while True:
+        assert select.select([reader.wakeup_fd], [], [], 60)[0], "no completion"
+        if found := reader.poll():
+            return found[0]
 
 
 def changed(endpoint: Endpoint, **details: str | int) -> Endpoint:
@@ -127,3 +155,56 @@ def test_a_read_stops_where_memory_ends() -> None:
 def test_system_errors_say_what_to_do(code: int, kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
         raise neighbour._explain(code, 77)
+
+
+def test_a_batch_of_megabytes_moves_without_the_mover(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, _, target, reader = pair
+    if load_loops() is None:
+        pytest.skip("no C compiler")
+    monkeypatch.setattr(Ledger, "admit", None)
+    for _ in range(20):
+        np.frombuffer(target.region.view, np.uint8)[:] = 0
+        ticket = reader.post(PAGES)
+        completion = completed(reader)
+        assert (completion.ticket, completion.moved_bytes, completion.error) == (ticket, 5 << 20, "")
+        for of, at, count in np.asarray(PAGES.runs).tolist():
+            assert target.region.view[at : at + count] == source.region.view[of : of + count]
+        assert not any(target.region.view[: 1 << 20])
+
+
+def test_bytes_of_a_source_that_has_withdrawn_do_not_count(pair: Pair) -> None:
+    _, owner, _, reader = pair
+    owner.close()
+    reader.post(PAGES)
+    assert "withdrawn" in completed(reader).error
+
+
+def test_batches_posted_at_once_complete_in_order(pair: Pair) -> None:
+    reader = pair[3]
+    few = Batch(PEER, Direction.READ, np.array([[0, 0, 8]], np.uint64))
+    for _ in range(20):
+        tickets = [reader.post(PAGES), reader.post(few), reader.post(PAGES)]
+        seen: list[int] = []
+        while len(seen) < len(tickets):
+            assert select.select([reader.wakeup_fd], [], [], 60)[0], "no completion"
+            seen += [each.ticket for each in reader.poll() if not each.error]
+        assert seen == tickets
+
+
+def test_nothing_changes_after_a_revoke_has_completed(pair: Pair) -> None:
+    _, owner, target, reader = pair
+    for _ in range(20):
+        ticket = reader.post(PAGES)
+        reader.revoke(PEER)
+        assert completed(reader).ticket == ticket
+        target.region.view[:] = bytes(BYTES)
+        reader.connect(PEER, owner.endpoint())
+        assert target.region.view == bytes(BYTES)
+
+
+def test_a_batch_of_megabytes_is_refused_by_name(pair: Pair) -> None:
+    reader = pair[3]
+    for rows in ([[0, 0, 4 << 20], [0, 1 << 20, 4 << 20]], [[1 << 20, 0, BYTES]], [[0, 1 << 20, BYTES]]):
+        with pytest.raises(RangeError):
+            reader.post(Batch(PEER, Direction.READ, np.array(rows, np.uint64)))
+    assert reader.poll() == []
