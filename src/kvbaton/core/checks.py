@@ -40,6 +40,9 @@ PIECE_TOKENS = 16
 ONE_IN = 16
 """One piece in this many is sampled."""
 
+_FEW_PIECES = 128
+"""Up to about so many sampled pieces are planned one by one: NumPy takes as long for any array, however short."""
+
 
 class SpanSum(msgspec.Struct, frozen=True, array_like=True):
     """The checksum of what one leg moves of one span, as its source computed it."""
@@ -145,10 +148,10 @@ class PiecePlanner:
         rows = self._rows[even.group].of(blocks[even.group], first, end, end if total_tokens is None else total_tokens)
         if rows is None or not rows.is_even:
             return None
-        shifts = even.shifts[first_layer:end_layer]
+        chosen = even.cut(first_layer, end_layer)
         if integrity is Integrity.FULL:
-            pieces = rows.pieces_of_layers(even.strides, shifts)
-            count = len(pieces) // len(shifts)
+            pieces = rows.pieces_of_layers(chosen)
+            count = len(pieces) // (end_layer - first_layer)
             return pieces, [count * (span.end_layer - span.first_layer) for span in spans]
         seed = self._crc_of(key)
         picks = [
@@ -156,7 +159,9 @@ class PiecePlanner:
             for span in spans
             for layer in range(span.first_layer, span.end_layer)
         ]
-        pieces, per_layer = rows.sample_of_layers(even.strides, shifts, picks)
+        pieces, per_layer = rows.sample_of_layers(chosen, picks)
+        if len(per_layer) == len(spans):
+            return pieces, list(per_layer)
         counts = iter(per_layer)
         return pieces, [sum(itertools.islice(counts, span.end_layer - span.first_layer)) for span in spans]
 
@@ -176,7 +181,9 @@ class PiecePlanner:
         )
         if not is_even:
             return None
-        return _EvenLayers(numbers[0], layers[0].group, planes[0].strides, np.array(shifts).reshape(len(layers), -1, 1, 2))
+        offsets = [[int(plane.shift[0]) for plane in each.planes if plane.shift is not None] for each in layers]
+        by_layer = np.array(shifts).reshape(len(layers), -1, 1, 2)
+        return _EvenLayers(numbers[0], layers[0].group, planes[0].strides, by_layer, offsets)
 
     def _crc_of(self, key: HandoffKey) -> int:
         if key is not self._seeded[0]:
@@ -212,12 +219,22 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _EvenLayers:
-    """Layers of one group that follow each other and differ in where they start only: `shifts` by layer and plane."""
+    """Layers of one group that follow each other and differ in where they start only: `shifts` by layer and plane.
+
+    `offsets` has the same as plain numbers.
+    """
 
     first: int
     group: int
     strides: tuple[int, int, int]
     shifts: Pieces
+    offsets: list[list[int]]
+
+    def cut(self, first: int, end: int) -> _EvenLayers:
+        """Those from the first index up to the end."""
+        if first == 0 and end == len(self.offsets):
+            return self
+        return _EvenLayers(self.first + first, self.group, self.strides, self.shifts[first:end], self.offsets[first:end])
 
 
 def _planes(group: Group, number: int, index: int, layer: int, part: LegPart | None) -> tuple[_PlanePart, ...]:
@@ -290,19 +307,18 @@ class _TokenRows:
         """Whether a piece that may be sampled is one row, so that layers can be planned together."""
         return self._firsts is None
 
-    def pieces_of_layers(self, strides: tuple[int, int, int], shifts: Pieces) -> Pieces:
+    def pieces_of_layers(self, layers: _EvenLayers) -> Pieces:
         """The pieces of every plane of several layers."""
-        return (self._whole(strides) + shifts).reshape(-1, 2)
+        return (self._whole(layers.strides) + layers.shifts).reshape(-1, 2)
 
-    def sample_of_layers(
-        self, strides: tuple[int, int, int], shifts: Pieces, picks: Sequence[int]
-    ) -> tuple[Pieces, Sequence[int]]:
+    def sample_of_layers(self, layers: _EvenLayers, picks: Sequence[int]) -> tuple[Pieces, Sequence[int]]:
         """Those of a sample, for which each layer has a pick, and how many there are in each layer."""
-        planes, count = shifts.shape[1], self._candidates
+        shifts, count = layers.shifts, self._candidates
+        planes = shifts.shape[1]
         if not count:
-            pieces = self.pieces_of_layers(strides, shifts)
+            pieces = self.pieces_of_layers(layers)
             return pieces, [len(pieces) // len(picks)] * len(picks)
-        every, whole = min(ONE_IN, count), self._whole(strides)
+        every, whole = min(ONE_IN, count), self._whole(layers.strides)
         chosen = [range(pick % every, count, ONE_IN) for pick in picks]
         per_layer = [len(each) * planes for each in chosen]
         if min(per_layer) == max(per_layer):
@@ -346,6 +362,20 @@ class _PieceRows(_TokenRows):
         self._candidates = len(ids)
         self._firsts = None
         self._wholes = {}
+
+    def sample_of_layers(self, layers: _EvenLayers, picks: Sequence[int]) -> tuple[Pieces, Sequence[int]]:
+        ids, planes = self._ids, len(layers.offsets[0])
+        if self._cut_at_start or self._cut_at_end or len(ids) * len(picks) * planes > ONE_IN * _FEW_PIECES:
+            return super().sample_of_layers(layers, picks)
+        block, _, token = layers.strides
+        every, piece_bytes = min(ONE_IN, len(ids)), PIECE_TOKENS * token
+        numbers: list[int] = []
+        counts: list[int] = []
+        for pick, offsets in zip(picks, layers.offsets, strict=True):
+            chosen = ids[pick % every :: ONE_IN]
+            numbers += [number for offset in offsets for each in chosen for number in (each * block + offset, piece_bytes)]
+            counts.append(len(chosen) * planes)
+        return np.array(numbers, np.int64).reshape(-1, 2), counts
 
     @functools.cached_property
     def _counts(self) -> Numbers:  # type: ignore[override]

@@ -143,6 +143,21 @@ def test_layers_that_are_planned_together_have_the_pieces_of_each(
         assert row[1] == [len(pieces) for pieces in each]
 
 
+@pytest.mark.parametrize("cuts", [(0, 1, 2, 3), (0, 2, 3), (1, 3)])
+@pytest.mark.parametrize("tokens", [16, 240, 256, 1024, 8192])
+def test_a_sample_of_whole_blocks_is_the_same_however_many_there_are(tokens: int, cuts: tuple[int, ...]) -> None:
+    """Few pieces are planned one by one, many at once; the other end may have another number of layers in a row."""
+    count = tokens // PIECE_TOKENS
+    layout, blocks = layout_of(shape((0, 1, 2, 3, 4), count + 3, PIECE_TOKENS)), (tuple(range(count + 2, 2, -1)),)
+    spans = [Span(index, 0, tokens, *layers) for index, layers in enumerate(pairwise(cuts))]
+    row = PiecePlanner(layout).plan_row(blocks, KEY, spans, 0, Integrity.SAMPLED, tokens)
+    each = [plan_pieces(layout, blocks, KEY, span, 0, Integrity.SAMPLED, tokens) for span in spans]
+    assert row is not None
+    assert row[0].tolist() == np.concatenate(each).tolist()
+    assert row[1] == [len(pieces) for pieces in each]
+    assert len(row[0]) < count * (cuts[-1] - cuts[0]) * PLANES or count == 1
+
+
 @pytest.mark.parametrize("wrong", [(1, 1), (0, 9), (0, -1), (0,)])
 def test_layers_that_are_planned_together_refuse_the_same_blocks(wrong: tuple[int, ...]) -> None:
     layout = layout_of(shape((0, 1, 2, 3, 4), 4, PIECE_TOKENS))
