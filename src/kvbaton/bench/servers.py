@@ -35,25 +35,44 @@ from kvbaton.observe.phases import HandoffPhase
 from kvbaton.observe.records import InstanceRecord
 from kvbaton.observe.transfer_report import HandoffReport, SideAnswer, build_report
 
-__all__ = ["SINGLE", "Round", "ServersBench", "added_s", "name_of", "rows_of", "run_servers_bench", "stage_s"]
+__all__ = [
+    "SERVED_NAME",
+    "SETTLE_S",
+    "SINGLE",
+    "THREADS_FOR",
+    "Round",
+    "ServersBench",
+    "Variant",
+    "Variants",
+    "added_s",
+    "check_memory",
+    "name_of",
+    "rows_of",
+    "run_servers_bench",
+    "stage_s",
+]
 
 Round = dict[str, list[float]]
 
 SINGLE = "one server"
 """What everything is compared with: a plain server of the engine, without any connector."""
 
+SERVED_NAME = "bench"
+"""Under which servers serve their model."""
+
+SETTLE_S = 1.0
+"""How long servers go on before they are measured."""
+
 _ASK_S = 10.0
-_SERVED = "bench"
 _CACHE_BLOCKS = 64
-_SETTLE_S = 1.0
 _REQUEST_S = 300.0
 _MAX_DIFFERENT = 0.02
-_THREADS_FOR = 2
+THREADS_FOR = 2
 """Servers that share the cores at a time: each has the threads that it would have in a pair, the single one too."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Variant:
+class Variant:
     """One variant, up and running."""
 
     name: str
@@ -63,6 +82,8 @@ class _Variant:
     reports: tuple[str, str] | None = None
     """Where source and target report their hand-offs, if they do."""
     token: str = ""
+    urls: tuple[str, ...] = ()
+    """Of its servers: prefill, then decode."""
 
     def fetch_report(self, transfer_id: str) -> HandoffReport | None:
         """Where the time of one hand-off went; None for a variant that does not report. Raises PeerError when it should."""
@@ -72,7 +93,7 @@ class _Variant:
         return build_report(transfer_id, source, target).handoffs[0]
 
 
-class _Variants:
+class Variants:
     """Starts variants of one engine, one after the other; each is paused as soon as it is up. `kept` ends them."""
 
     def __init__(self, engine: EnginePlugin, sides: Sequence[EngineOptions], kept: ExitStack, progress: Progress) -> None:
@@ -82,13 +103,13 @@ class _Variants:
         self._progress = progress
         self._ports = PortPicker()
 
-    def single(self) -> _Variant:
+    def single(self) -> Variant:
         """One plain server."""
         options = replace(self._sides[0], shape="tp1")
         part = self._engine.prepare(options, self._progress).part("single", "both", self._ports)
         return self._start(SINGLE, [part], Alone(part.base_url))
 
-    def pair(self, name: str, mode: Mode, connector: str) -> _Variant:
+    def pair(self, name: str, mode: Mode, connector: str) -> Variant:
         """A prefill and a decode server with this connector; ours has timelines, and in push both are asked at once."""
         parts = []
         for role, side in zip(("prefill", "decode"), self._sides, strict=True):
@@ -112,7 +133,7 @@ class _Variants:
         token = http_token(options.cluster_key.encode())
         return replace(self._start(name, parts, asking), reports=reports if all(reports) else None, token=token)
 
-    def _start(self, name: str, parts: list[FleetPart], asking: Asking) -> _Variant:
+    def _start(self, name: str, parts: list[FleetPart], asking: Asking) -> Variant:
         self._progress(f"starting {name}: {len(parts)} server{'s' if len(parts) > 1 else ''}; {self._engine.start_notice}")
         fleet = self._kept.enter_context(Fleet())
         for part in parts:
@@ -123,7 +144,7 @@ class _Variants:
         processes = Processes(leaders)
         self._kept.callback(processes.resume)
         processes.pause()
-        return _Variant(name, len(parts), asking, processes)
+        return Variant(name, len(parts), asking, processes, urls=tuple(part.base_url for part in parts))
 
 
 def _record(address: str, transfer_id: str, token: str) -> InstanceRecord:
@@ -185,11 +206,11 @@ class ServersBench:
         return EngineOptions(
             self.model,
             self.transport,
-            _THREADS_FOR if on_cpu else self.servers,
+            THREADS_FOR if on_cpu else self.servers,
             device=self.device,
             cache_dtype=self.cache_dtype,
             cache_blocks=_CACHE_BLOCKS if on_cpu else None,
-            served_name=_SERVED,
+            served_name=SERVED_NAME,
             arguments=self.engine_arguments,
         )
 
@@ -223,9 +244,9 @@ def run_servers_bench(bench: ServersBench, progress: Progress) -> BenchReport:
     context = model.context_tokens
     if max(bench.lengths) > context - bench.max_tokens:
         raise ConfigError(f"--lengths is {bench.lengths}; from 1 to {context - bench.max_tokens} tokens are possible")
-    _check_memory(bench)
+    check_memory(bench.engine, bench.servers, "measure one mode with --mode")
     with ExitStack() as kept:
-        start = _Variants(bench.engine, sides, kept, progress)
+        start = Variants(bench.engine, sides, kept, progress)
         variants = [start.single(), *(start.pair(name, mode, OWN_CONNECTOR) for name, mode in bench.ours.items())]
         if bench.peer:
             variants.append(start.pair(bench.peer, Mode.PULL, bench.peer))
@@ -234,12 +255,13 @@ def run_servers_bench(bench: ServersBench, progress: Progress) -> BenchReport:
     return BenchReport(rows, _hardware(), rounds, problems)
 
 
-def _check_memory(bench: ServersBench) -> None:
-    needed, there = bench.servers * bench.engine.server_bytes, available_memory_bytes()
+def check_memory(engine: EnginePlugin, servers: int, remedy: str) -> None:
+    """Raise LocalError where there is too little memory for so many servers at once; `remedy` is what to do about it."""
+    needed, there = servers * engine.server_bytes, available_memory_bytes()
     if needed > there:
         raise LocalError(
-            f"{bench.servers} {bench.engine.title} servers at once need about {needed / 1e9:.0f} GB of memory, "
-            f"{there / 1e9:.0f} GB are free; end other programs, or measure one mode with --mode"
+            f"{servers} {engine.title} servers at once need about {needed / 1e9:.0f} GB of memory, "
+            f"{there / 1e9:.0f} GB are free; end other programs, or {remedy}"
         )
 
 
@@ -248,7 +270,7 @@ def _hardware() -> dict[str, Setting]:
 
 
 class _Measurement:
-    def __init__(self, bench: ServersBench, variants: list[_Variant], token_ids: range, progress: Progress) -> None:
+    def __init__(self, bench: ServersBench, variants: list[Variant], token_ids: range, progress: Progress) -> None:
         self._bench = bench
         self._variants = variants
         self._token_ids = token_ids
@@ -270,13 +292,13 @@ class _Measurement:
             self._problems.append(f"{different} of {asked} answers were not those of {SINGLE}")
         return rounds, self._problems
 
-    async def _warm_up(self, session: aiohttp.ClientSession, variant: _Variant) -> Round:
+    async def _warm_up(self, session: aiohttp.ClientSession, variant: Variant) -> Round:
         """The first requests make the handshakes and touch the memory; then nothing happens for a while."""
         variant.processes.resume()
         try:
             for length in self._bench.lengths:
                 await variant.asking.ask(session, self._prompt(-1, length))
-            await asyncio.sleep(2 * _SETTLE_S)
+            await asyncio.sleep(2 * SETTLE_S)
             before = variant.processes.cpu_s()
             await asyncio.sleep(self._bench.idle_s)
             share = (variant.processes.cpu_s() - before) / self._bench.idle_s
@@ -291,7 +313,7 @@ class _Measurement:
         for variant in (*self._variants[turn:], *self._variants[:turn]):
             variant.processes.resume()
             try:
-                await asyncio.sleep(_SETTLE_S)
+                await asyncio.sleep(SETTLE_S)
                 for length in self._bench.lengths:
                     taken |= await self._one(session, variant, index, length)
             finally:
@@ -299,10 +321,10 @@ class _Measurement:
         self._progress(f"round {index + 1} of {self._bench.rounds}: {self._line(taken)}")
         return taken
 
-    async def _one(self, session: aiohttp.ClientSession, variant: _Variant, index: int, length: int) -> Round:
+    async def _one(self, session: aiohttp.ClientSession, variant: Variant, index: int, length: int) -> Round:
         cpu = variant.processes.cpu_s()
         answered = await variant.asking.ask(session, self._prompt(index, length))
-        await asyncio.sleep(_SETTLE_S / 2)
+        await asyncio.sleep(SETTLE_S / 2)
         used = variant.processes.cpu_s() - cpu
         self._answers[index, length, variant.name] = answered.text
         taken = {
@@ -318,7 +340,7 @@ class _Measurement:
             return taken
         return taken if report is None else taken | self._stages(variant, length, report)
 
-    def _stages(self, variant: _Variant, length: int, report: HandoffReport) -> Round:
+    def _stages(self, variant: Variant, length: int, report: HandoffReport) -> Round:
         end = next(end for end in report.ends if end.side is Side.TARGET)
         if end.outcome is not Outcome.DELIVERED or report.exposed_s is None:
             self._problems.append(f"{variant.name}, {length} tokens: not handed over ({report.sentence})")
@@ -335,7 +357,7 @@ class _Measurement:
 
     def _prompt(self, index: int, length: int) -> AskedPrompt:
         generator = random.Random(f"{index} {length}")
-        return AskedPrompt(_SERVED, tuple(generator.choices(self._token_ids, k=length)), self._bench.max_tokens)
+        return AskedPrompt(SERVED_NAME, tuple(generator.choices(self._token_ids, k=length)), self._bench.max_tokens)
 
     def _line(self, taken: Round) -> str:
         parts = []

@@ -178,6 +178,8 @@ def plan(
 @bench_app.command
 def streams(
     *,
+    engine: EngineName = DEFAULT_ENGINE,
+    peer: str = "",
     model: ModelName = "smollm2",
     transport: TransportName = "local",
     mode: Literal["push", "pull"] = "push",
@@ -190,10 +192,12 @@ def streams(
 ) -> int:
     """What hand-offs cost streams that run already: the time between two tokens, beside prefills alone, beside nothing else.
 
-    A router, a prefill and a decode instance of the embedded engine.
+    A router, a prefill and a decode instance of the embedded engine; or servers of another engine, without a router.
 
     Parameters
     ----------
+    peer
+        compare with another connector in the same run, such as `nixl` of vLLM; the engine is one that has it then.
     mode
         `push`: layers stream while they are computed; `pull`: the target fetches what is complete.
     streams
@@ -207,13 +211,18 @@ def streams(
     rounds
         how often each kind of load has its turn; medians are shown, every round is kept.
     """
-    from kvbaton.bench.streams import StreamsBench, run_streams_bench
+    from kvbaton.bench.streams import StreamsBench, run_server_streams_bench, run_streams_bench
     from kvbaton.core.handoff import Mode
-    from kvbaton.engines.table import find_engine
+    from kvbaton.engines.table import engine_with_connector, find_engine
 
     _begin(output)
-    bench = StreamsBench(model, transport, Mode(mode), streams, stream_tokens, per_s, prompt_tokens, rounds)
-    return _finish("streams", run_streams_bench(bench, find_engine(DEFAULT_ENGINE), _progress), bench.described(), output)
+    plugin = find_engine(engine)
+    if peer and peer not in plugin.support.connectors[1:]:
+        plugin = engine_with_connector(peer, "--peer")
+    bench = StreamsBench(model, transport, Mode(mode), streams, stream_tokens, per_s, prompt_tokens, rounds, peer)
+    run = run_streams_bench if plugin.reports_handover else run_server_streams_bench
+    described = {"engine": plugin.name, **bench.described(), **plugin.versions(peer)}
+    return _finish("streams", run(bench, plugin, _progress), described, output)
 
 
 @bench_app.command
