@@ -138,8 +138,8 @@ class PiecePlanner:
         if even is None or integrity is Integrity.OFF or len(blocks) != len(self._groups):
             return None
         first_layer, end_layer = spans[0].first_layer - even.first, spans[-1].end_layer - even.first
-        if not 0 <= first_layer < end_layer - 1 < len(even.shifts):
-            # A layer that does not exist, or one alone, of which `plan` is quicker.
+        least = 1 if integrity is Integrity.SAMPLED else 2  # of one layer alone, `plan` is quicker where all of it is summed
+        if not 0 <= first_layer <= end_layer - least < end_layer <= len(even.shifts):
             return None
         if any(span.first_layer >= span.end_layer for span in spans):
             # A peer may announce anything; such a span has nothing to sum, and is refused when all of them are in.
