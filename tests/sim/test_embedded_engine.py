@@ -105,10 +105,7 @@ def test_too_few_blocks_preempt_sources_and_targets_and_every_answer_is_right() 
     """A load that grows takes the blocks of prefills that are announced, and of requests that decode."""
     seen: Counter[str] = Counter()
     for seed in range(6):
-        requests = tuple(
-            RequestScript(0.002 * (4 + 3 * number), 0, 0, 14, 1, Mode.PUSH, outputs=6, is_turned=number == 3)
-            for number in range(4)
-        )
+        requests = tuple(RequestScript(0.002 * (4 + 3 * number), 0, 0, 14, 1, Mode.PUSH, outputs=6) for number in range(4))
         loads = tuple(LoadScript(0.0, who, 2, CONTEXT_TOKENS - 2) for who in ("p0", "p0", "d0"))
         caches = (CacheScript(1, 2, 22 + seed, step_tokens=1), CacheScript(2, 2, 22 + seed, step_tokens=1))
         base = script(
@@ -136,7 +133,8 @@ def test_random_runs_have_engines_of_every_shape_and_both_modes() -> None:
     assert {each.requests[0].mode for each in scripts} == set(Mode)
     pairs = {(each.caches[0].ranks, each.caches[-1].ranks) for each in scripts}
     assert pairs == {(1, 1), (1, 2), (2, 1), (2, 2)}
-    assert any(request.is_turned for each in scripts for request in each.requests)
+    turned = {request.mode for each in scripts for request in each.requests if request.is_turned}
+    assert turned == set(Mode), "both roles in one instance"
     assert any(each.loads for each in scripts)
     assert any(each.recomputes and each.faults for each in scripts)
 

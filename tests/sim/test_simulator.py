@@ -58,6 +58,8 @@ NEAR = {
     "no-backoff": 44,
     "no-reserve": 14,
     "freed-when-offered": 14,
+    "no-reserve-in-pull": 142,
+    "no-reserve-for-grants": 126,
     "published-early": 30,
     "blocks-not-returned": 30,
     "freed-twice": 30,

@@ -94,6 +94,7 @@ def serve(
             max_waiting=max_waiting,
             poison=poison,
             handoff=handoff,
+            has_both_roles=instance.role == "both",
             defer_timeout_s=limits.defer_timeout,
         ),
         trust=trusted,

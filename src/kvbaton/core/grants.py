@@ -13,11 +13,13 @@ of their grant is used up there, or the source is fenced.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from kvbaton.core.bounded import BoundedMap
-from kvbaton.core.handoff import Incarnation
+from kvbaton.core.handoff import Incarnation, Mode
 from kvbaton.errors import Bug
 
-__all__ = ["REACH", "GrantWindow", "GrantWindows", "may_start_prefill", "next_sequence"]
+__all__ = ["REACH", "GrantWindow", "GrantWindows", "Reserve", "may_start_prefill", "next_sequence"]
 
 _WINDOW = 8192
 
@@ -106,3 +108,39 @@ def may_start_prefill(*, free_blocks: int, needed_blocks: int, reserved_blocks: 
     """
     left = free_blocks - needed_blocks
     return left >= 0 if has_grant else left >= reserved_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """How many blocks an instance leaves free when it starts work that waits for another instance.
+
+    Work that holds blocks while it waits must wait only for work that starts whatever is held, or two full instances wait for
+    each other for ever. So each kind leaves room for the largest request of the kind that it waits for:
+
+    - what waits for nothing leaves nothing: decodes, sources with a grant, and in pull targets, whose source is complete;
+    - in push a target waits for a source with a grant, elsewhere. It leaves room for one here (`target`), because elsewhere a
+      target may wait for that;
+    - a source without a grant waits for a target, elsewhere: it leaves room for one here, and for what that leaves (`source`).
+
+    Only an instance with both roles can be waited for in both ways; another leaves what its one role needs.
+    """
+
+    source: int = 0
+    target: int = 0
+    is_shared: bool = False
+    """Whether sources and targets share the blocks: the instance has both roles."""
+    has_grants: bool = False
+    """Whether a source may wait for a grant before it takes blocks (push)."""
+
+    @classmethod
+    def of(cls, mode: Mode, *, largest: int, total: int, both_roles: bool) -> Reserve:
+        """The reserve of an instance with `total` blocks, whose largest request needs `largest` of them.
+
+        Where both roles share too few blocks for two of those, half of them are reserved: the rule then holds for requests
+        that fit into half, and a larger one starts when no other hand-off has blocks.
+        """
+        is_push = mode is Mode.PUSH
+        if not both_roles:
+            return cls(source=largest if is_push else 0, has_grants=is_push)
+        one = min(largest, total // 2)
+        return cls(2 * one if is_push else one, one if is_push else 0, is_shared=True, has_grants=is_push)

@@ -173,6 +173,7 @@ class EmbeddedEngine(SimEngine):
     cache: TagCache
     clock: Callable[[], float]
     handoff: HandoffSettings
+    both_roles: bool
     defer_timeout: float
     step_tokens: int
     notify: Callable[[EngineEvent], None]
@@ -196,6 +197,7 @@ class EmbeddedEngine(SimEngine):
             max_sequences=_MOST_SEQUENCES,
             poison=True,
             handoff=self.handoff,
+            has_both_roles=self.both_roles,
             defer_timeout_s=self.defer_timeout,
         )
         loaded = LoadedTags.of(self.cache.shape, self._on_problem)

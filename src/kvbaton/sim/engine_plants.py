@@ -30,9 +30,22 @@ class _PublishedEarly(Scheduler):
 class _NoReserve(Scheduler):
     """Lets prefills without a grant take the last blocks: two full instances wait for each other for ever."""
 
-    def _lacks_grant(self, sequence: EngineSequence) -> bool:
-        del sequence
-        return False
+    def _leaves(self, sequence: EngineSequence) -> int:
+        return 0 if sequence.is_source else super()._leaves(sequence)
+
+
+class _NoReserveInPull(Scheduler):
+    """Lets prefills of an instance with both roles take the last blocks: two of these wait for each other's targets."""
+
+    def _leaves(self, sequence: EngineSequence) -> int:
+        return super()._leaves(sequence) if self.reserve.has_grants else 0
+
+
+class _NoReserveForGrants(Scheduler):
+    """Lets targets of an instance with both roles take the last blocks: two of these wait for each other's sources."""
+
+    def _leaves(self, sequence: EngineSequence) -> int:
+        return 0 if sequence.awaits_source else super()._leaves(sequence)
 
 
 class _NotRetracted(Scheduler):
@@ -88,6 +101,10 @@ def engine_plants() -> Iterator[tuple[str, str, str, EmbeddedClasses]]:
     early = EmbeddedClasses(scheduler=_PublishedEarly)
     yield "published-early", "prefix published before landed", "half-landed prefix", early
     yield "no-reserve", "last blocks held without a grant", "spurious failure", EmbeddedClasses(scheduler=_NoReserve)
+    pulled = EmbeddedClasses(scheduler=_NoReserveInPull)
+    yield "no-reserve-in-pull", "last blocks taken by prefills, with both roles in pull", "spurious failure", pulled
+    granted = EmbeddedClasses(scheduler=_NoReserveForGrants)
+    yield "no-reserve-for-grants", "last blocks taken by targets, with both roles in push", "spurious failure", granted
     lost = EmbeddedClasses(core=_BlocksNotReturned)
     yield "blocks-not-returned", "blocks of a failed request forgotten", "every block is back", lost
     yield "freed-twice", "blocks of a failed request freed twice", "blocks conserved", EmbeddedClasses(core=_FreedTwice)

@@ -67,14 +67,39 @@ def make_engine_script(seed: int) -> Script:
     )
     loads = tuple(_load(rng, script) for _ in range(rng.randint(0, 2 * len(caches))))
     faults = tuple(_fault(rng, script) for _ in range(rng.choice((0, 0, 1, 2, 3))))
-    if faults or mode is Mode.PULL:
-        # Two instances with both roles can wait for each other's memory, and through it a fault reaches all that waits there.
-        # In pull no block is reserved for what an instance fetches: until queue_timeout, see docs/promises.md.
+    if faults:
+        # Instances with both roles wait for each other's memory, and through it a fault reaches all that waits there.
         requests = tuple(msgspec.structs.replace(request, is_turned=False) for request in requests)
-    script = msgspec.structs.replace(script, requests=requests, loads=loads, faults=faults)
-    if mode is Mode.PULL or rng.random() < 0.4:
+    elif any(request.is_turned for request in requests):
+        # Room for two of the largest requests, and little more: with less, some may wait in a circle (docs/promises.md).
+        caches = tuple(
+            msgspec.structs.replace(cache, blocks=max(cache.blocks, 2 * -(-CONTEXT_TOKENS // cache.block_tokens)))
+            for cache in caches
+        )
+    script = msgspec.structs.replace(script, requests=requests, loads=loads, faults=faults, caches=caches)
+    if rng.random() < 0.4:
         return script
-    return (_crossed if rng.random() < 0.35 else _crowded)(rng, script)
+    recipes = (_mutual,) if mode is Mode.PULL else (_crossed, _crowded, _crowded, _mutual)
+    return rng.choice(recipes)(rng, script)
+
+
+def _mutual(rng: random.Random, script: Script) -> Script:
+    """Two instances hand over to each other, and neither has room for more than two of the requests."""
+    caches = tuple(CacheScript(rng.choice((1, 2)), 2, rng.randint(14, 17)) for _ in range(2))
+    requests = tuple(
+        RequestScript(
+            at_s=rng.uniform(0.0, 0.004),
+            prefill=0,
+            decode=0,
+            tokens=rng.randint(9, 12),
+            chunk=1,
+            mode=script.requests[0].mode,
+            outputs=rng.randint(1, 2),
+            is_turned=bool(number % 2),
+        )
+        for number in range(rng.choice((4, 6, 8)))
+    )
+    return msgspec.structs.replace(script, prefills=1, decodes=1, caches=caches, loads=(), requests=requests, faults=())
 
 
 def _crowded(rng: random.Random, script: Script) -> Script:

@@ -107,6 +107,7 @@ class Cluster:
     """Whether instances whose ranks live in processes of their own are run by the driver of production."""
     mode: Mode = Mode.PUSH
     on_failure: OnFailure = OnFailure.FAIL
+    both_roles: bool = False
     step_tokens: int = 1
     """How engines of production are set; the last of it, the next one that is started."""
     is_forgetful: bool = False
@@ -361,6 +362,7 @@ class SimInstance:
                 cache=cache,
                 clock=self.local_now,
                 handoff=settings,
+                both_roles=cluster.both_roles,
                 defer_timeout=cluster.limits.defer_timeout,
                 step_tokens=cluster.step_tokens,
                 notify=self._notify,

@@ -152,6 +152,7 @@ class Run:
         self.cluster.has_driver = script.has_driver
         self.cluster.mode = script.requests[0].mode
         self.cluster.on_failure = OnFailure.RECOMPUTE if script.recomputes else OnFailure.FAIL
+        self.cluster.both_roles = any(request.is_turned for request in script.requests)
         self.cluster.watch.is_threaded = script.has_driver
         self.cluster.is_forgetful = script.is_forgetful
         self.cluster.most_peers = script.most_peers

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from kvbaton.agent import engine_port
 from kvbaton.config import OnFailure
+from kvbaton.core.grants import Reserve
 from kvbaton.core.handoff import HandoffKey, Mode, Outcome, RequestId
 from kvbaton.core.timeline import Note, Observer, Side, Stage, no_observer
 from kvbaton.engines.embedded.fair_queue import Crowd
@@ -58,7 +59,12 @@ class EngineCore:
             pool,
             max_sequences=self._settings.max_sequences,
             step_tokens=self._settings.step_tokens,
-            reserved_blocks=pool.blocks_for(self._limit) if self._pushes else None,
+            reserve=Reserve.of(
+                self._settings.handoff.mode,
+                largest=pool.blocks_for(self._limit),
+                total=pool.total,
+                both_roles=self._settings.has_both_roles,
+            ),
         )
         self._counters = Counters()
         self._numbers = itertools.count()
@@ -204,9 +210,10 @@ class EngineCore:
 
     def _end_ungranted(self, now: float) -> bool:
         """End the sources that have waited too long for a grant; true when there were any."""
-        limit_s = self._settings.defer_timeout_s
+        if not self._pushes:
+            return False
+        limit_s, reserve = self._settings.defer_timeout_s, self._scheduler.reserve.source
         late = self._scheduler.ungranted_since(now - limit_s)
-        reserve = self._scheduler.pool.blocks_for(self._limit)
         error = (
             f"no grant of a target for {limit_s:g} s (defer_timeout), and without one {reserve} blocks have to stay free; "
             "see whether the decode instance has the request, or give this one more blocks"

@@ -3,8 +3,8 @@
 Owns the block pool. Every live sequence is in exactly one place, named by its status:
 
 - *waiting* in a queue in which clients and their requests have turns (`fair_queue`); a preempted sequence goes back to the
-  head. A source in push that may not start without a grant moves to a queue of its own, so that it does not keep the
-  sequences behind it from starting.
+  head. A source that may not start before others have ended (`Reserve`), in push without a grant, moves to a queue of its own,
+  and so does a target: it does not keep the sequences behind it from starting, for which it may be waiting.
 - *prefilling* or *decoding* among the running ones, oldest first. All blocks of the tokens known so far are allocated at
   admission, so only decoding can run out of blocks; then the youngest sequence of the request with the most running ones
   is preempted. The oldest of all is never preempted for another one, so there is always progress.
@@ -24,7 +24,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from kvbaton.core.grants import may_start_prefill
+from kvbaton.core.grants import Reserve, may_start_prefill
 from kvbaton.engines.embedded.fair_queue import Crowd, FairQueue
 from kvbaton.engines.embedded.model import TokenSpan
 from kvbaton.engines.embedded.pool import BlockPool
@@ -70,20 +70,21 @@ class StepPlan:
 class Scheduler:
     """Moves sequences from status to status, and with them their blocks.
 
-    With `reserved_blocks` (push), a source without a grant starts only while that many blocks stay free.
+    Sources without a grant, and targets, start only while the blocks of `reserve` stay free.
     """
 
-    def __init__(self, pool: BlockPool, *, max_sequences: int, step_tokens: int, reserved_blocks: int | None = None) -> None:
+    def __init__(self, pool: BlockPool, *, max_sequences: int, step_tokens: int, reserve: Reserve | None = None) -> None:
         self.pool = pool
         self.preemptions_total = 0
         self.cached_tokens_total = 0
         self._max_sequences = max_sequences
         self._step_tokens = step_tokens
-        self._reserved_blocks = reserved_blocks
+        self.reserve = reserve or Reserve()
         self._owed_blocks = 0
         self._places = itertools.count()
         self._waiting = FairQueue()
         self._ungranted = FairQueue()
+        self._unplaced = FairQueue()
         self._running: list[Sequence] = []
         self._landed: deque[Sequence] = deque()
         self._fetching: dict[int, Sequence] = {}
@@ -94,7 +95,11 @@ class Scheduler:
     def queued(self) -> int:
         """Requests that are not among the running ones yet."""
         others = len(self._fetching) + len(self._landed) + len(self._retracting)
-        return len(self._waiting) + len(self._ungranted) + others
+        return self._queued + others
+
+    @property
+    def _queued(self) -> int:
+        return len(self._waiting) + len(self._ungranted) + len(self._unplaced)
 
     def ungranted_since(self, moment: float) -> list[Sequence]:
         """The sources that have waited since `moment` or earlier for the grant they need to start; oldest first."""
@@ -108,7 +113,7 @@ class Scheduler:
         """How many live sequences there are per status."""
         prefilling = sum(sequence.status is SequenceStatus.PREFILLING for sequence in self._running)
         return {
-            SequenceStatus.WAITING: len(self._waiting) + len(self._ungranted),
+            SequenceStatus.WAITING: self._queued,
             SequenceStatus.PREFILLING: prefilling,
             SequenceStatus.FETCHING: len(self._fetching),
             SequenceStatus.DECODING: len(self._running) - prefilling + len(self._landed),
@@ -208,7 +213,8 @@ class Scheduler:
     def _leave(self, sequence: Sequence) -> None:
         match sequence.status:
             case SequenceStatus.WAITING:
-                (self._ungranted if sequence in self._ungranted else self._waiting).remove(sequence)
+                queues = (self._waiting, self._ungranted, self._unplaced)
+                next(queue for queue in queues if sequence in queue).remove(sequence)
             case SequenceStatus.FETCHING:
                 del self._fetching[sequence.number]
             case SequenceStatus.HELD:
@@ -229,24 +235,40 @@ class Scheduler:
 
     def _next(self, now: float) -> Sequence | None:
         """Take the next sequence that may start out of its queue, with blocks allocated to it."""
-        ungranted = self._ungranted.peek()
-        if ungranted is not None and self._has_place and self._allocate(ungranted):
-            return self._ungranted.take()
+        for queue in (self._unplaced, self._ungranted):
+            first = queue.peek()
+            if first is not None and self._may_leave(first) and self._allocate(first):
+                return queue.take()
         while (sequence := self._waiting.peek()) is not None:
-            if not (sequence.awaits_source or self._has_place):
+            if not self._may_leave(sequence):
                 return None
-            # A later source that happens to fit must not overtake the first ungranted one.
-            steps_aside = self._lacks_grant(sequence) and len(self._ungranted)
-            if not steps_aside and self._allocate(sequence):
+            # A later source or target that happens to fit must not overtake the first one that stepped aside.
+            aside = self._unplaced if sequence.awaits_source else self._ungranted
+            has_to_leave_blocks = self._leaves(sequence) > 0
+            if not (has_to_leave_blocks and len(aside)) and self._allocate(sequence):
                 return self._waiting.take()
-            if not self._lacks_grant(sequence):
+            if not has_to_leave_blocks:
                 return None
             sequence.ungranted_s = now
-            self._ungranted.add(self._waiting.take(), is_back=sequence.admitted_s is not None)
+            aside.add(self._waiting.take(), is_back=sequence.admitted_s is not None)
         return None
 
-    def _lacks_grant(self, sequence: Sequence) -> bool:
-        return self._reserved_blocks is not None and sequence.is_source and not sequence.has_grant
+    def _may_leave(self, sequence: Sequence) -> bool:
+        return sequence.awaits_source or self._has_place
+
+    def _leaves(self, sequence: Sequence) -> int:
+        """How many blocks have to stay free when this sequence starts."""
+        if sequence.awaits_source:
+            return self.reserve.target
+        return self.reserve.source if sequence.is_source and not sequence.has_grant else 0
+
+    def _may_start_alone(self, sequence: Sequence, needed: int) -> bool:
+        """Whether it is too large ever to leave the reserve free, and no other hand-off has blocks that it could wait for."""
+        if not self.reserve.is_shared or (sequence.is_source and self.reserve.has_grants):
+            return False
+        is_too_large = needed > self.pool.total - self._leaves(sequence)
+        has_others = self._fetching or self._held or self._retracting or any(each.is_source for each in self._running)
+        return is_too_large and not has_others
 
     def _note_admission(self, sequence: Sequence, now: float) -> None:
         if sequence.admitted_s is None:
@@ -261,17 +283,18 @@ class Scheduler:
         # The model has to run at least one token to get logits; a target gets its first token from the source instead.
         cached = self.pool.match_prefix(sequence.digests(tokens if held else tokens - 1))
         needed = self.pool.blocks_for(tokens) - len(cached)
+        room = self.pool.blocks_for(sequence.limit) - self.pool.blocks_for(tokens)
         # One block more than the prompt needs, or the first decoded token could preempt what was just admitted.
-        spare = 0 if sequence.is_source or len(cached) + needed == self.pool.total else 1
+        spare = 0 if sequence.is_source or not room else 1
+        leaves = self._leaves(sequence)
         if not may_start_prefill(
             free_blocks=self.pool.free_beside(cached) - self._owed_blocks,
             needed_blocks=needed + spare,
-            reserved_blocks=self._reserved_blocks or 0,
-            has_grant=not self._lacks_grant(sequence),
+            reserved_blocks=leaves,
+            has_grant=not leaves or self._may_start_alone(sequence, needed + spare),
         ):
             return False
         self.pool.acquire(cached, held=held)
-        room = self.pool.blocks_for(sequence.limit) - self.pool.blocks_for(tokens)
         fresh = self.pool.allocate(needed, after=cached[-1] if cached else None, room=room, held=held)
         sequence.blocks = cached + fresh
         sequence.computed = len(cached) * self.pool.block_tokens

@@ -22,6 +22,8 @@ class EngineSettings:
     poison: bool = False
     """Whether to fill the blocks of a target with a pattern before they are granted, so that a missing write shows."""
     handoff: HandoffSettings = DEFAULT_HANDOFF
+    has_both_roles: bool = False
+    """Whether it is the source of some hand-offs and the target of others, which then share its blocks."""
     defer_timeout_s: float = 60.0
     """How long a source that may not start without a grant waits for it."""
     idle_wait_s: float = 0.5
