@@ -10,8 +10,10 @@ but the peer itself moves that; without one, nothing shows who a sender is.
 
 A peer that sends what we do not take is sent the reason. What arrives unreadable over a connection that we dialled, and an
 address that we must not dial, are returned by `refusals`, so that a request that waits for that peer need not wait for a
-deadline. An address that a request names is a hint: where no peer of ours has answered yet, connecting is rate limited and
-shows the address nothing but a nonce. Dialling ends soon after the last message that was to go there.
+deadline. A connection whose bytes are not acknowledged for one interval of heartbeats is ended, so that it is dialled anew: TCP
+would let it be silent after a cut for as long again. An address that a request names is a hint: where no peer of ours has
+answered yet, connecting is rate limited and shows the address nothing but a nonce. Dialling ends soon after the last message
+that was to go there.
 
 What the logic sends to one peer in one turn leaves in as few frames as possible: a frame costs both ends a seal and many calls,
 whatever it holds. Only peers that have announced that they read such frames get them; others get one message per frame.
@@ -27,7 +29,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 
-from kvbaton.config import Trust
+from kvbaton.config import Limits, Trust
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.handoff import Incarnation
@@ -65,6 +67,9 @@ _DIAL_LIFE_S = 10.0
 _FIRST_RETRY_S = 0.05
 _LONGEST_RETRY_S = 1.0
 _LINGER_S = 0.2
+_BEAT_S = Limits().beat_s
+_LEAST_UNACKNOWLEDGED_S = 1.0
+"""No shorter, whatever the heartbeats: TCP itself tries again after up to a second on a slow link."""
 _MAX_REASON = 1000
 _MAX_TAKES_SEVERAL = 1024
 _MAX_TOGETHER_BYTES = 256 * 1024
@@ -128,14 +133,24 @@ class _Dialled:
 
 
 class ControlSockets:
-    """All sockets of one coordinator. Raises ConfigError when `trust` or the system forbids to listen there."""
+    """All sockets of one coordinator. Raises ConfigError when `trust` or the system forbids to listen there.
+
+    `beat_s` is the interval of its heartbeats.
+    """
 
     is_gone = staticmethod(is_gone)
     frames_per_turn = 256
     """Frames that are read from one connection before everything else has its turn; a few more where they arrived together."""
 
     def __init__(
-        self, me: Incarnation, host: str, port: int, trust: Trust | None = None, limits: DoorLimits | None = None
+        self,
+        me: Incarnation,
+        host: str,
+        port: int,
+        trust: Trust | None = None,
+        limits: DoorLimits | None = None,
+        *,
+        beat_s: float = _BEAT_S,
     ) -> None:
         self._me = me
         self.trust = trust or Trust()
@@ -143,7 +158,11 @@ class ControlSockets:
         self.address = ControlAddress.of(host, port)
         bound = _bind(host, port)
         self._tls = cluster_tls(self.trust.tls_dir)
-        self._limits = limits or DoorLimits(frame_bytes=MAX_FRAME_BYTES, unknown_frame_bytes=MAX_FRAME_BYTES)
+        self._limits = limits or DoorLimits(
+            frame_bytes=MAX_FRAME_BYTES,
+            unknown_frame_bytes=MAX_FRAME_BYTES,
+            unacknowledged_s=max(beat_s, _LEAST_UNACKNOWLEDGED_S),
+        )
         self._door = Door(
             self._limits,
             self._on_end,

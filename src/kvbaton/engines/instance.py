@@ -90,7 +90,7 @@ class AgentSettings:
 
     def open_sockets(self, incarnation: Incarnation) -> ControlSockets:
         """The control channel. Raises ConfigError for a port that is in use."""
-        return ControlSockets(incarnation, self.control_host, self.control_port, self.trust)
+        return ControlSockets(incarnation, self.control_host, self.control_port, self.trust, beat_s=self.limits.beat_s)
 
     def open_transport(self, incarnation: Incarnation, region: Region) -> Transport:
         """What moves the bytes of `region`. Raises ConfigError where it does not work."""

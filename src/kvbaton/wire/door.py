@@ -110,6 +110,8 @@ class DoorLimits:
     guaranteed_s: float = 0.2
     unknown_share: float = 0.2
     stalled_s: float = 30.0
+    unacknowledged_s: float = 0.0
+    """How long what was sent may be without an acknowledgement of TCP; 0: as long as the system waits, many minutes."""
 
     @property
     def unknown(self) -> int:
@@ -231,7 +233,7 @@ class Door:
         """Begin to connect. Raises OSError when that is impossible; what fails later goes to `on_end`."""
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
-            _tune(sock)
+            _tune(sock, self._limits.unacknowledged_s)
             code = sock.connect_ex(address)
             if code not in (0, errno.EINPROGRESS):
                 raise OSError(code, os.strerror(code))
@@ -469,7 +471,7 @@ class Door:
             raise BlockingIOError
         sock, address = self._listener.accept()
         try:
-            _tune(sock)
+            _tune(sock, self._limits.unacknowledged_s)
         except OSError as error:
             sock.close()
             raise ConnectionError from error
@@ -786,8 +788,12 @@ def _events(connection: PeerConnection) -> int:
     return selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.wants_write else 0)
 
 
-def _tune(sock: socket.socket) -> None:
-    """Small messages leave at once, and a host that is gone is noticed although the connection is idle."""
+def _tune(sock: socket.socket, unacknowledged_s: float) -> None:
+    """Small messages leave at once, and a host that is gone is noticed although the connection is idle.
+
+    TCP waits twice as long before each further try: after a cut, a connection is silent for as long again as its link was cut.
+    One that ends is dialled anew, and the first tries of that come quickly.
+    """
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -795,3 +801,5 @@ def _tune(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S // 3)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    if unacknowledged_s and hasattr(socket, "TCP_USER_TIMEOUT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * unacknowledged_s))

@@ -468,7 +468,7 @@ class Replay:
         """One more request for each pair, in both modes; at the second attempt at the latest it has to be served.
 
         TCP waits twice as long each time before it sends again what was not acknowledged: where packets were lost, a connection
-        may be silent for as long again as its link was cut.
+        of the data path may be silent for as long again as its link was cut. Those of the control channel are dialled anew.
         """
         self._heals_by = time.monotonic() + 2 * self._longest_cut_s
         pairs = itertools.product(range(self.script.prefills), range(self.script.decodes), Mode)

@@ -80,7 +80,8 @@ class _EmbeddedInstance:
         incarnation = new_incarnation()
         group = _group_settings(settings, incarnation)
         backend = make_backend(group, settings.trust.key or b"", parts, report, lost)
-        sockets = ControlSockets(incarnation, settings.control_host, settings.control_port, settings.trust)
+        where, beat_s = (settings.control_host, settings.control_port), settings.limits.beat_s
+        sockets = ControlSockets(incarnation, *where, settings.trust, beat_s=beat_s)
         model = ModelIdentity(backend.loaded.name, settings.model_id or backend.loaded.fingerprint)
         card = instance_card(incarnation, model, settings.limits, backend.cards, settings.shape)
         card = msgspec.structs.replace(card, ranks=without(card.ranks, settings.lacks))
