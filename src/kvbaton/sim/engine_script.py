@@ -16,13 +16,24 @@ __all__ = ["make_engine_script"]
 _MOST_OUTPUTS = 8
 _MOST_TOKENS = CONTEXT_TOKENS - _MOST_OUTPUTS
 _BLOCK_TOKENS = (2, 3, 4)
-_LINKS = (FaultKind.CUT, FaultKind.SEVER, FaultKind.CLOG, FaultKind.LOSE, FaultKind.DOUBLE, FaultKind.DELAY, FaultKind.SLOW)
+_LINKS = (
+    FaultKind.CUT,
+    FaultKind.SEVER,
+    FaultKind.CLOG,
+    FaultKind.LOSE,
+    FaultKind.DOUBLE,
+    FaultKind.DELAY,
+    FaultKind.SLOW,
+    FaultKind.CORRUPT_FRAME,
+)
 _AT_ONE = (
     FaultKind.CRASH,
     FaultKind.RESTART,
     FaultKind.PAUSE,
     FaultKind.PAUSE_RANK,
     FaultKind.CRASH_RANK,
+    FaultKind.CRASH_LEADER,
+    FaultKind.TWIN,
     FaultKind.COPY_FAILS,
     FaultKind.STALL,
     FaultKind.REFUSE,

@@ -80,7 +80,7 @@ def makes_difference(fault: Fault, uses: Collection[tuple[int, str]]) -> bool:
     A fault that lies in wait for the next frame, post or move does not, unless the next event has one.
     """
     match fault.kind:
-        case FaultKind.LOSE | FaultKind.DOUBLE | FaultKind.DELAY:
+        case FaultKind.LOSE | FaultKind.DOUBLE | FaultKind.DELAY | FaultKind.CORRUPT_FRAME:
             awaited = f"frame {fault.who} {fault.other}"
         case FaultKind.COPY_FAILS:
             awaited = f"post {fault.who} {fault.number}"
@@ -112,6 +112,7 @@ def single_faults(script: Script, event: int) -> Iterator[Fault]:
         yield Fault(FaultKind.LOSE, at_event=event, who=who, other=other, number=1)
         yield Fault(FaultKind.DOUBLE, at_event=event, who=who, other=other, number=1)
         yield Fault(FaultKind.DELAY, at_event=event, who=who, other=other, for_s=1.0)
+        yield Fault(FaultKind.CORRUPT_FRAME, at_event=event, who=who, other=other, number=1)
         for rank in range(script.ranks):
             yield Fault(FaultKind.COPY_FAILS, at_event=event, who=who, number=rank)
             yield Fault(FaultKind.CORRUPT, at_event=event, who=who, number=rank)

@@ -251,6 +251,8 @@ class SimInstance:
         self._reports: deque[RankReport] = deque()
         self.loops: list[RankProcess] = []
         self._sockets: list[SimSocket] = []
+        self._ends: list[SimSocket] = []
+        """The coordinator's end of the channel to each rank in a process of its own."""
         self.thread: AgentThread | None = None
         self.frames: deque[tuple[Envelope, ControlAddress | None]] = deque()
         """What has arrived, and the driver has yet to read."""
@@ -710,7 +712,16 @@ class SimInstance:
 
     def crash(self) -> None:
         """Die at once: nothing of this process happens any more."""
-        for process in (self.process, *self.rank_processes):
+        self._die(self.process, *self.rank_processes)
+
+    def crash_leader(self) -> None:
+        """Let the coordinator's process die, and the system close its channels; ranks of their own end when they notice."""
+        self._die(self.process)
+        for end in self._ends:
+            end.close()
+
+    def _die(self, *processes: SimProcess) -> None:
+        for process in processes:
             process.died_at = min(process.died_at, self.cluster.world.now)
             process.is_alive = False
         self.cluster.network.forget(self.address)
@@ -726,6 +737,7 @@ class SimInstance:
             end.on_arrival = self._on_report_frame
             ends.append(end)
             self._sockets += (end, far_end)
+            self._ends.append(end)
             self.loops.append(RankProcess(world, far_end, agent, queue, self.fail))
         channels = [channel_on(end, process.name) for end, process in zip(ends, self.rank_processes, strict=True)]
         self.remote = self.cluster.bugs.remote_ranks(channels, "sim", self.agents[0].executor, self._lose_rank)

@@ -1,4 +1,4 @@
-"""A network that delays, loses, doubles, reorders and replays frames, and can be cut in one direction or clogged."""
+"""A network that delays, loses, doubles, reorders, corrupts and replays frames, and can be cut in one direction or clogged."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from kvbaton.core.auth import Session
 from kvbaton.core.messages import MAX_MORE, Envelope, decode, encode_several
 from kvbaton.errors import ProtocolError
 from kvbaton.sim.world import World
@@ -14,6 +15,7 @@ from kvbaton.sim.world import World
 __all__ = ["LinkFaults", "Network"]
 
 _RECORDED = 64
+_KEY = b"the cluster key of every run"
 
 
 @dataclass(slots=True)
@@ -30,6 +32,10 @@ class LinkFaults:
     clogged_until: float = 0.0
     lose_next: int = 0
     double_next: int = 0
+    corrupt_next: int = 0
+    """Of how many frames a bit flips on the way."""
+    ended_at: float = -1.0
+    """When the connection was last ended, with what was on its way over it."""
     delay_next_s: float = 0.0
     slow_until: float = 0.0
     slow_s: float = 0.0
@@ -99,6 +105,10 @@ class Network:
         if faults.double_next > 0 or random.random() < faults.double:
             faults.double_next = max(0, faults.double_next - 1)
             copies = 2
+        if faults.corrupt_next > 0:
+            faults.corrupt_next -= 1
+            self._deliver_corrupt(faults, source, target, frame)
+            return
         for _ in range(copies):
             self._deliver(faults, source, target, frame)
 
@@ -142,7 +152,32 @@ class Network:
         arrival = max(self.world.now + delay, faults.clogged_until)
         if self.is_ordered:
             arrival = faults.last_arrival = max(arrival, faults.last_arrival)
-        self.world.at(arrival, None, lambda: self.arrive(target, frame, source))
+        sent_at = self.world.now
+        self.world.at(arrival, None, lambda: self._arrive(faults, sent_at, source, target, frame))
+
+    def _arrive(self, faults: LinkFaults, sent_at: float, source: str, target: str, frame: bytes) -> None:
+        if sent_at > faults.ended_at:
+            self.arrive(target, frame, source)
+
+    def _deliver_corrupt(self, faults: LinkFaults, source: str, target: str, frame: bytes) -> None:
+        """Flip a bit of a frame as it is sealed on the wire: where the seal shows it, the receiver ends the connection."""
+        random = self.world.random
+        sender, receiver = (Session(_KEY, dialled=b"dialled", accepted=b"accepted", is_listener=each) for each in (False, True))
+        sealed = bytearray(sender.seal(frame))
+        bit = random.randrange(8 * len(sealed))
+        sealed[bit // 8] ^= 1 << bit % 8
+        try:
+            opened = receiver.open(bytes(sealed))
+        except ProtocolError:
+            self.world.after(self.delay_s * random.uniform(0.5, 1.5), None, partial(self._end_connection, source, target))
+        else:
+            self._deliver(faults, source, target, opened)
+
+    def _end_connection(self, source: str, target: str) -> None:
+        """What was on its way between two addresses is lost; what is sent from now on goes over a new connection."""
+        self.world.note(f"END of the connection {source} - {target}: a frame that does not open")
+        for link in (self.link(source, target), self.link(target, source)):
+            link.ended_at = self.world.now
 
 
 def _read(frame: bytes) -> Envelope | None:

@@ -442,6 +442,8 @@ class Run:
                 link.double_next += fault.number
             case FaultKind.DELAY:
                 link.delay_next_s = fault.for_s
+            case FaultKind.CORRUPT_FRAME:
+                link.corrupt_next += fault.number
             case FaultKind.SLOW:
                 link.slow_until, link.slow_s = until, 0.5 * fault.number
             case FaultKind.LOSSY:
@@ -461,6 +463,13 @@ class Run:
                 self.world.after(
                     0.2 if fault.kind is FaultKind.RESTART else fault.for_s, None, lambda: self._restart(fault.who)
                 )
+            case FaultKind.TWIN:
+                # What is sent to the address reaches the second one from now on; the first goes on, and sends.
+                self._start(fault.who)
+                self.world.after(fault.for_s, None, instance.crash)
+            case FaultKind.CRASH_LEADER:
+                instance.crash_leader()
+                self.world.after(fault.for_s, None, lambda: self._restart(fault.who))
             case FaultKind.CRASH_RANK:
                 instance.kill_rank(fault.number)
                 self.world.after(fault.for_s, None, lambda: self._restart(fault.who))

@@ -46,6 +46,9 @@ class FaultKind(enum.StrEnum):
     REPLAY = "replay"
     STRAY = "stray"
     STALL_AGENT = "stall agent"
+    TWIN = "twin"
+    CRASH_LEADER = "crash leader"
+    CORRUPT_FRAME = "corrupt frame"
 
 
 LINK_FAULTS = frozenset(
@@ -59,6 +62,7 @@ LINK_FAULTS = frozenset(
         FaultKind.SLOW,
         FaultKind.LOSSY,
         FaultKind.REPLAY,
+        FaultKind.CORRUPT_FRAME,
     }
 )
 """Faults between two instances, which reach nothing but what they exchange."""
@@ -80,8 +84,20 @@ _WAITED_OUT = frozenset(
 )
 _SHORT_S = 0.5
 
-_ALONE = frozenset({FaultKind.STRAY, FaultKind.CRASH_RANK, FaultKind.STALL_AGENT})
-"""What drills alone draw: beside a message that is lost, a stray one may be believed, and rightly; a rank dies where it can."""
+_ALONE = frozenset(
+    {
+        FaultKind.STRAY,
+        FaultKind.CRASH_RANK,
+        FaultKind.STALL_AGENT,
+        FaultKind.TWIN,
+        FaultKind.CRASH_LEADER,
+        FaultKind.CORRUPT_FRAME,
+    }
+)
+"""What drills alone, or runs with engines, draw.
+
+Beside a message that is lost, a stray one may be believed, and rightly; a rank, or its leader, dies where it can.
+"""
 
 CALM = frozenset({FaultKind.PREEMPT, FaultKind.CANCEL_TARGET, FaultKind.CANCEL_SOURCE, FaultKind.REFUSE})
 """What engines do every day: agents and the network between them are not disturbed by it."""

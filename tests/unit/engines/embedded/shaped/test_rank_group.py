@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import select
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -14,9 +18,11 @@ from kvbaton.core.handoff import Incarnation
 from kvbaton.core.topology import Shape, instance_problem
 from kvbaton.engines.embedded.shaped.rank_group import RankGroup, RankLost, RemoteCache, RemoteModel
 from kvbaton.engines.embedded.shaped.rank_messages import GroupSettings, RankTransport
+from kvbaton.errors import PeerLost
 from kvbaton.transport.base import Batch, Direction, Endpoint, PeerRank, Region, TransportSettings
+from kvbaton.transport.neighbour import start_ticks
 from kvbaton.transport.tcp import TcpTransport
-from watching import command_line
+from watching import command_line, wait_until
 
 WAIT_S = 60.0
 
@@ -91,6 +97,44 @@ def test_a_rank_that_fails_in_a_step_is_named(group: RankGroup, lost: Lost) -> N
     with pytest.raises(RankLost, match=r"rank pp.,tp. .* failed in a step: .*vocabulary"):
         model.forward([span((10_000,), 0)], cache)
     assert lost.called.wait(WAIT_S)
+
+
+LEADER = f"""
+import sys
+from kvbaton.core.handoff import Incarnation
+from kvbaton.core.topology import Shape
+from kvbaton.engines.embedded.shaped.rank_group import RankGroup
+from kvbaton.engines.embedded.shaped.rank_messages import GroupSettings, RankTransport
+transport = RankTransport("local", Incarnation("leader"), 5.0, "127.0.0.1", "127.0.0.1")
+group = RankGroup(GroupSettings("tiny-mamba", Shape(tp=2), {BLOCKS}, {BLOCK_TOKENS}, transport), lambda problem: None)
+print(*[rank.process.pid for rank in group.ranks], flush=True)
+sys.stdin.read()
+"""
+
+
+def test_ranks_end_with_a_leader_that_is_killed_and_one_that_stands_still_when_it_goes_on() -> None:
+    with subprocess.Popen([sys.executable, "-c", LEADER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as leader:
+        assert leader.stdout is not None
+        ranks = {int(pid): start_ticks(int(pid)) for pid in leader.stdout.readline().split()}
+        assert len(ranks) == 2
+
+        def lives(pid: int) -> bool:
+            try:
+                return start_ticks(pid) == ranks[pid]
+            except PeerLost:
+                return False
+
+        stopped, other = ranks
+        try:
+            os.kill(stopped, signal.SIGSTOP)
+            leader.kill()
+            wait_until(lambda: not lives(other), "a rank ends with its leader", WAIT_S)
+            assert lives(stopped), "the control: nothing but the rank itself ends it"
+            os.kill(stopped, signal.SIGCONT)
+            wait_until(lambda: not lives(stopped), "it ends when it goes on", WAIT_S)
+        finally:
+            for pid in [each for each in ranks if lives(each)]:
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_every_rank_asks_readers_for_the_cluster_key_and_no_command_line_shows_it(lost: Lost) -> None:
