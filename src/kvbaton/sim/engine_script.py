@@ -123,6 +123,8 @@ def _crowded(rng: random.Random, script: Script) -> Script:
             at_s=rng.uniform(2, 14) * script.step_s,
             tokens=(tokens := rng.randint(10, _MOST_TOKENS - 1)),
             shared=min(request.shared, tokens),
+            # Both roles would need room for two of these, and with that nothing is preempted.
+            is_turned=False,
         )
         for request in script.requests
     )
