@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from scenario import (
     BOTH_DELIVERED,
+    FLOWS,
     HOP_S,
     Flow,
     Story,
@@ -23,6 +24,7 @@ from scenario import (
 from kvbaton.core.auth import Session
 from kvbaton.core.handoff import Integrity, Mode
 from kvbaton.sim.engine import SourceEngine
+from kvbaton.sim.exhaustive import flow_script
 from kvbaton.sim.instance import Bugs
 from kvbaton.sim.memory import RankMemory, TaggedCell
 from kvbaton.sim.rank_processes import RankProcess
@@ -44,7 +46,7 @@ def _fence_s(flow: Flow) -> float:
     return flow.fences * LIMITS.stop_timeout
 
 
-@every_flow
+@pytest.mark.parametrize("flow", [flow for flow in FLOWS if not flow.unfenced_writes], ids=str)
 @every_side
 def test_two_processes_at_one_address(who: str, flow: Flow) -> None:
     """The first goes on, sends and copies, and gets no answer any more: it ends everything by its own limits."""
@@ -61,6 +63,12 @@ def test_two_processes_at_one_address(who: str, flow: Flow) -> None:
     assert 0.0 < longest_s < max(HOLD_S, GIVE_UP_S + _fence_s(flow)) + NORMAL_S
     assert BOTH_DELIVERED in ends
     assert len(ends) > 1, "some were disturbed"
+
+
+def test_with_unfenced_writes_a_process_that_lives_on_beside_another_writes_into_freed_blocks() -> None:
+    """What `--unfenced-writes` does not promise: another process at its address is taken for the death of a writer."""
+    script = flow_script("push, unfenced, writes, target during prefill, 2 ranks")
+    assert first_broken(at_every_event(script, Fault(FaultKind.TWIN, who="p0", for_s=9.0), step=5)) == {"epoch"}
 
 
 def _play_beside(script: Script, who: str) -> tuple[Story, float]:
