@@ -61,7 +61,7 @@ NEAR = {
     "no-reserve-in-pull": 142,
     "no-reserve-for-grants": 126,
     "published-early": 30,
-    "blocks-not-returned": 30,
+    "blocks-not-returned": 190,
     "freed-twice": 30,
     "freed-while-filled": 190,
     "not-retracted": 686,

@@ -89,9 +89,28 @@ def make_engine_script(seed: int) -> Script:
         )
     script = msgspec.structs.replace(script, requests=requests, loads=loads, faults=faults, caches=caches)
     if rng.random() < 0.4:
-        return script
+        return _with_rare_fault(script)
     recipes = (_mutual,) if mode is Mode.PULL else (_crossed, _crowded, _crowded, _mutual)
     return rng.choice(recipes)(rng, script)
+
+
+def _writes(script: Script) -> bool:
+    """Whether sources write: another process at its address is taken for the death of a writer (docs/promises.md)."""
+    is_writer = script.unfenced_writes or script.late_writes is LateWrites.REVOCABLE
+    return is_writer and script.requests[0].mode is Mode.PUSH
+
+
+def _with_rare_fault(script: Script) -> Script:
+    """With one of the faults that only runs with engines draw, if the run may have any."""
+    rng = random.Random(f"rare {script.seed}")
+    if any(request.is_turned for request in script.requests):
+        return script
+    kinds = [FaultKind.CORRUPT_FRAME, FaultKind.CRASH_LEADER]
+    kinds += [] if _writes(script) else [FaultKind.TWIN]
+    who, other = rng.sample((script.addresses[0], script.addresses[-1]), 2)
+    at_s, for_s = rng.uniform(0.0, 0.15), rng.choice(_DURATIONS)
+    fault = Fault(rng.choice(kinds), at_s, who=who, other=other, for_s=for_s, number=rng.randint(1, 3))
+    return msgspec.structs.replace(script, faults=(*script.faults, fault))
 
 
 def _mutual(rng: random.Random, script: Script) -> Script:
@@ -187,8 +206,7 @@ def _load(rng: random.Random, script: Script) -> LoadScript:
 def _fault(rng: random.Random, script: Script) -> Fault:
     is_of_client = rng.random() < 0.4
     kind = rng.choice(_OF_CLIENTS if is_of_client else (*_LINKS, *_AT_ONE))
-    if kind is FaultKind.TWIN and script.unfenced_writes:
-        # Another process at its address is taken for the death of an unfenced writer: docs/promises.md, unfenced writes.
+    if kind is FaultKind.TWIN and _writes(script):
         kind = FaultKind.RESTART
     who, number = rng.choice(script.addresses), rng.randrange(len(script.requests))
     request = script.requests[number]
