@@ -2,7 +2,9 @@
 
 A chunk is computed by all ranks of all stages, each at its own pace: a rank of the same stage may be a layer ahead, a later
 stage may still compute the step before. The first rank counts what each rank reports. Reports can come before the first rank
-has begun the step itself, and after the hand-off of a chunk has ended.
+has begun the step itself, and after the hand-off of a chunk has ended. So layers of an earlier step can be announced after
+layers of a later one. The agents believe the block list that comes last, and that must be the longest: all are announced with
+the blocks of the newest step that has begun.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from kvbaton.core.layout import Layout
 from kvbaton.engines.vllm.orders import ComputedChunk
 from kvbaton.errors import KVBatonError
 
-__all__ = ["ComputedSpans", "LayerGroups"]
+__all__ = ["ComputedSpans", "LayerGroups", "SpanStep"]
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +83,7 @@ class LayerGroups:
 
 
 @dataclass(slots=True)
-class _SpanStep:
+class SpanStep:
     """One step: the chunks whose hand-offs are live, how many ranks have reported each layer, and what was announced."""
 
     chunks: dict[HandoffKey, ComputedChunk] = field(default_factory=dict)
@@ -100,16 +102,19 @@ class ComputedSpans:
         self._holders = holders
         self._lists = lists
         self._lock = threading.Lock()
-        self._steps: dict[int, _SpanStep] = {}
+        self._steps: dict[int, SpanStep] = {}
         self._begun = -1
         self._numbers: dict[HandoffKey, int] = {}
+        self._blocks: dict[HandoffKey, BlockLists] = {}
+        """Those of each hand-off in the newest step, from its first chunk until it is forgotten."""
 
     def begin(self, step: int, chunks: Iterable[ComputedChunk]) -> None:
         """A step begins here: announce the layers of it that all of their ranks have reported already."""
         with self._lock:
             self._begun = max(self._begun, step)
-            known = self._steps.pop(step, None) or _SpanStep()
+            known = self._steps.pop(step, None) or SpanStep()
             known.chunks = {chunk.key: chunk for chunk in chunks}
+            self._blocks |= {key: chunk.blocks for key, chunk in known.chunks.items()}
             if known.chunks:
                 self._steps[step] = known
                 self._announce(step, known, self._reported_by_all(known, known.reports), known.chunks)
@@ -121,7 +126,7 @@ class ComputedSpans:
             if known is None:
                 if step <= self._begun:
                     return  # Every chunk of it was announced or given up.
-                known = self._steps[step] = _SpanStep()
+                known = self._steps[step] = SpanStep()
             layers = tuple(layers)
             known.reports.update(layers)
             if known.chunks:  # else it has not begun here
@@ -144,19 +149,20 @@ class ComputedSpans:
         with self._lock:
             for step, known in list(self._steps.items()):
                 self._drop(step, known, key)
+            self._blocks.pop(key, None)
             return self._numbers.pop(key, None) is not None
 
-    def _reported_by_all(self, known: _SpanStep, layers: Iterable[int]) -> list[int]:
+    def _reported_by_all(self, known: SpanStep, layers: Iterable[int]) -> list[int]:
         return [each for each in layers if known.reports[each] == self._holders[each]]
 
-    def _drop(self, step: int, known: _SpanStep, key: HandoffKey) -> None:
+    def _drop(self, step: int, known: SpanStep, key: HandoffKey) -> None:
         if known.chunks.pop(key, None) is not None and not known.chunks:
             self._steps.pop(step, None)
 
-    def _announce(self, step: int, known: _SpanStep, layers: list[int], keys: Iterable[HandoffKey]) -> None:
+    def _announce(self, step: int, known: SpanStep, layers: list[int], keys: Iterable[HandoffKey]) -> None:
         """Announce layers of these hand-offs, in one call; a step that is wholly announced is forgotten."""
         ranges = _ranges(sorted(layers))
-        ready = [SpansReady(key, self._lists(known.chunks[key].blocks), self._spans(known.chunks[key], ranges)) for key in keys]
+        ready = [SpansReady(key, self._lists(self._blocks[key]), self._spans(known.chunks[key], ranges)) for key in keys]
         if known.chunks.keys() == set(keys):
             known.announced.update(layers)
         if ready and ranges:

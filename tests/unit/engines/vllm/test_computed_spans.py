@@ -57,6 +57,23 @@ def test_layers_that_all_of_their_ranks_have_reported_before_the_first_one_begin
     assert rig.announced()[1:] == [Span(1, 0, 8, 0, 2)]
 
 
+def test_layers_of_an_earlier_step_are_announced_with_the_blocks_of_the_newest() -> None:
+    """A later stage may be a step behind. The agents believe the block list that comes last: one of an earlier step has too few
+    blocks for what the first stage has announced before."""
+    rig = Rig()
+    rig.spans.begin(1, [FIRST])
+    rig.spans.begin(2, [SECOND])
+    for step, layers in ((2, [0, 1]), (2, [0, 1]), (1, [2, 3]), (1, [2, 3])):
+        rig.spans.computed(step, layers)
+    blocks = [argument[1] for name, argument in rig.port.calls if name == "spans_ready"]
+    assert blocks == [SECOND.blocks, SECOND.blocks]
+    rig.spans.forget(KEY)
+    rig.spans.begin(3, [FIRST])
+    rig.spans.computed(3, [0])
+    rig.spans.computed(3, [0])
+    assert rig.port.calls[-1][1][1] == FIRST.blocks, "what was retracted is computed into other blocks"
+
+
 ORDERS = [
     (1, [0, 1]),
     (1, [0, 1]),
