@@ -34,7 +34,6 @@ from kvbaton.engines.vllm.rank_links import (
     RankExchange,
     RankLinks,
     StepCleared,
-    StepEnded,
     StepReached,
     check_one_host,
 )
@@ -49,7 +48,7 @@ from kvbaton.observe.timelines import Timelines
 from kvbaton.transport.base import Region, Transport
 from kvbaton.transport.neighbour import this_process
 
-__all__ = ["WorkerInstance"]
+__all__ = ["WorkerInstance", "take_from_rank"]
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +157,7 @@ class WorkerInstance:
             has_drafts=self._has_drafts_anywhere,
         )
         if isinstance(self._links, FirstRankLinks):
-            self._links.start(partial(_take, spans, reached))
+            self._links.start(partial(take_from_rank, spans, reached))
         self._announcer = self._make_announcer(model, role)
 
     def _ranks(self, transport: Transport) -> RankSet:
@@ -257,8 +256,7 @@ class WorkerInstance:
         """What this worker reports to vLLM after a step; the first rank sends it to the others."""
         finished = self.half.end_step()
         if isinstance(self._links, FirstRankLinks) and isinstance(self.half, WorkerHalf):
-            ids = (frozenset(each) for each in (finished.sending, finished.receiving, finished.failed))
-            self._links.send(StepEnded(self.half.step, *ids))
+            self._links.send(finished.of_step(self.half.step))
         return finished
 
     def close(self) -> None:
@@ -288,7 +286,7 @@ class WorkerInstance:
         log.error("%s; nothing can be handed over until this instance is restarted", reason)
 
 
-def _take(spans: ComputedSpans, reached: ReachedSteps, message: LayersDone | StepReached) -> None:
+def take_from_rank(spans: ComputedSpans, reached: ReachedSteps, message: LayersDone | StepReached) -> None:
     """What another rank has sent."""
     if isinstance(message, StepReached):
         reached.reached(message.rank, message.step)

@@ -172,16 +172,20 @@ class FirstRankLinks:
         while channels and not self._stopping.is_set():
             for number, _ in poll.poll(_TURN_S * 1000):
                 try:
-                    frame = channels[number].receive(0.0)
+                    self._take_frame(channels[number], take)
                 except (ChannelClosed, ChannelStuck) as error:
                     if not self._stopping.is_set():
                         log.error("a rank does not report its layers any more: %s", error)
                     poll.unregister(number)
                     del channels[number]
-                    continue
-                message = None if frame is None else _decode(frame)
-                if isinstance(message, LayersDone | StepReached):
-                    take(message)
+
+    def _take_frame(self, channel: Channel, take: Callable[[LayersDone | StepReached], None]) -> bool:
+        """Take the next message of a rank, if one has arrived; whether there was one. Raises ChannelClosed or ChannelStuck."""
+        frame = channel.receive(0.0)
+        message = None if frame is None else _decode(frame)
+        if isinstance(message, LayersDone | StepReached):
+            take(message)
+        return frame is not None
 
     def close(self) -> None:
         """Close every end; the other ranks notice."""

@@ -16,12 +16,11 @@ Belongs to vLLM's worker thread; the agents' thread only sets `news`.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from kvbaton.agent.engine_port import (
     Allocation,
@@ -35,6 +34,7 @@ from kvbaton.agent.engine_port import (
     SourceEnded,
     TargetEnded,
 )
+from kvbaton.agent.ports import Clock
 from kvbaton.core.handoff import BlockLists, HandoffKey, Outcome, Span
 from kvbaton.core.timeline import Observer, Side, Stage, no_observer, note
 from kvbaton.engines.handoff_params import shown_seconds
@@ -61,7 +61,7 @@ from kvbaton.engines.vllm.rank_links import LayersDone, RankLinks, StepCleared, 
 from kvbaton.engines.vllm.reached_steps import ReachedSteps
 from kvbaton.errors import KVBatonError
 
-__all__ = ["Finished", "FollowerHalf", "WorkerHalf"]
+__all__ = ["Finished", "FollowerHalf", "News", "WorkerHalf", "WorkerSource", "WorkerTarget"]
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +71,16 @@ waits would keep the worker busy, long ones would keep a new request waiting tha
 
 _FOLLOW_S = 60.0
 """How long another rank waits for what the first one has to report of a step. What comes later is reported later."""
+
+
+class News(Protocol):
+    """What the worker waits for: a `threading.Event`, or in the simulator one of a virtual thread."""
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until the agents have something to report, at most so long."""
+
+    def clear(self) -> None:
+        """What was reported is about to be taken."""
 
 
 @dataclass(slots=True)
@@ -85,17 +95,27 @@ class Finished:
     def __bool__(self) -> bool:
         return bool(self.sending or self.receiving or self.report)
 
+    def of_step(self, step: int) -> StepEnded:
+        """What the first rank sends to the others, which report the same ids after this step."""
+        return StepEnded(step, frozenset(self.sending), frozenset(self.receiving), frozenset(self.failed))
+
 
 @dataclass(slots=True)
-class _WorkerSource:
+class WorkerSource:
+    """A prefill that has begun here."""
+
     request_id: str
     begun_at: float
     is_kept: bool = False
+    is_withdrawn: bool = False
+    """Whether vLLM waits for nothing of it any more."""
     has_ended: bool = False
 
 
 @dataclass(slots=True)
-class _WorkerTarget:
+class WorkerTarget:
+    """A load that has begun here, or waits for blocks."""
+
     request_id: str
     begun_at: float
     is_allocated: bool = False
@@ -117,7 +137,7 @@ class WorkerHalf:
         port: HandoffPort,
         spans: ComputedSpans,
         groups: LayerGroups,
-        news: threading.Event,
+        news: News,
         drain_s: float,
         poison: Callable[[BlockLists, int], None] | None = None,
         observe: Observer = no_observer,
@@ -128,8 +148,10 @@ class WorkerHalf:
         reached: ReachedSteps | None = None,
         *,
         has_drafts: bool = False,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._port = port
+        self._clock = clock
         self._has_drafts = has_drafts
         self._gate = gate or OpenGate()
         self._reached = reached or ReachedSteps()
@@ -143,8 +165,8 @@ class WorkerHalf:
         self._drain_s = drain_s
         self._poison = poison
         self._observe = observe
-        self._sources: dict[HandoffKey, _WorkerSource] = {}
-        self._targets: dict[HandoffKey, _WorkerTarget] = {}
+        self._sources: dict[HandoffKey, WorkerSource] = {}
+        self._targets: dict[HandoffKey, WorkerTarget] = {}
         self._chunks: tuple[ComputedChunk, ...] = ()
         self._has_forward = False
         self._follows_forward = False
@@ -247,10 +269,7 @@ class WorkerHalf:
                     self._spans.forget(order.key)
                     self._port.cancel(order.key, Side.SOURCE)
             case SourceWithdraws():
-                if self._source(order.key, order.request_id) is not None:
-                    del self._sources[order.key]
-                    self._spans.forget(order.key)
-                    self._port.cancel(order.key, Side.SOURCE)
+                self._withdraw(order)
             case TargetBegins():
                 self._begin_target(order)
             case TargetDeclines():
@@ -266,7 +285,7 @@ class WorkerHalf:
     def _refused(self, order: Order) -> None:
         """Nothing was begun, offered or allocated, so no event will follow, and no peer can be using the blocks."""
         match order:
-            case SourceBegins() | SourceCancels():
+            case SourceBegins() | SourceCancels() | SourceWithdraws():
                 self._end_source(order.key)
             case SourceOffers():
                 self._end_source(order.offer.key)
@@ -281,11 +300,25 @@ class WorkerHalf:
 
     def _begin_source(self, order: SourceBegins) -> None:
         if order.key in self._sources:
+            # An idle vLLM takes no step: the end of the one before may have come long ago.
+            self._take_events()
+        if order.key in self._sources:
             log.error("hand-off %s: not taken up for request %s, it is under way already", order.key, order.request_id)
             self._finished.report.ended.add(order.request_id)
             return
-        self._sources[order.key] = _WorkerSource(order.request_id, self._note(order.key, Side.SOURCE, Stage.ARRIVED))
+        self._sources[order.key] = WorkerSource(order.request_id, self._note(order.key, Side.SOURCE, Stage.ARRIVED))
         self._port.expect_target(order.key, order.prompt)
+
+    def _withdraw(self, order: SourceWithdraws) -> None:
+        """Give a prefill up. Its key stays taken until its end has come: taken up again before that, the end of this one would
+        pass for that of the next, whose blocks vLLM would get back while the agents still announce them."""
+        source = self._source(order.key, order.request_id)
+        if source is not None:
+            source.is_withdrawn = True
+            self._spans.forget(order.key)
+            self._settle_source(order.key, source)
+            if not source.has_ended:
+                self._port.cancel(order.key, Side.SOURCE)
 
     def _retract(self, order: SourceRetracts) -> None:
         source = self._source(order.key, order.request_id)
@@ -320,8 +353,8 @@ class WorkerHalf:
 
     def _wait_drained(self) -> None:
         """Wait until retracted blocks may be written. The agents answer at once; one that is stuck confirms nothing either."""
-        give_up_at = time.monotonic() + self._drain_s
-        while self._undrained and (left_s := give_up_at - time.monotonic()) > 0:
+        give_up_at = self._clock() + self._drain_s
+        while self._undrained and (left_s := give_up_at - self._clock()) > 0:
             self._news.wait(left_s)
             self._take_events()
         for key in self._undrained:
@@ -337,10 +370,12 @@ class WorkerHalf:
     def _begin_target(self, order: TargetBegins) -> None:
         key = order.wanted.key
         if key in self._targets:
+            self._take_events()
+        if key in self._targets:
             log.error("hand-off %s: not taken up for request %s, it is under way already", key, order.request_id)
             self._finished.report.ended.add(order.request_id)
             return
-        self._targets[key] = _WorkerTarget(order.request_id, self._note(key, Side.TARGET, Stage.ARRIVED))
+        self._targets[key] = WorkerTarget(order.request_id, self._note(key, Side.TARGET, Stage.ARRIVED))
         self._port.expect_source(order.wanted)
 
     def _allocate(self, order: TargetAllocates) -> None:
@@ -408,16 +443,17 @@ class WorkerHalf:
         if (source := self._sources.get(key)) is not None:
             source.has_ended = True
             self._spans.forget(key)
-            if not source.is_kept:
+            if not (source.is_kept or source.is_withdrawn):
                 self._finished.report.ended.add(source.request_id)
             self._settle_source(key, source)
 
-    def _settle_source(self, key: HandoffKey, source: _WorkerSource) -> None:
-        if source.is_kept and source.has_ended:
+    def _settle_source(self, key: HandoffKey, source: WorkerSource) -> None:
+        if source.has_ended and (source.is_kept or source.is_withdrawn):
             del self._sources[key]
-            self._finished.sending.add(source.request_id)
+            if source.is_kept:
+                self._finished.sending.add(source.request_id)
 
-    def _settle_target(self, key: HandoffKey, target: _WorkerTarget) -> None:
+    def _settle_target(self, key: HandoffKey, target: WorkerTarget) -> None:
         if target.end is None or not (target.is_allocated or target.is_over):
             return
         del self._targets[key]
@@ -434,15 +470,15 @@ class WorkerHalf:
 
     def _note(self, key: HandoffKey, side: Side, stage: Stage, span: Span | None = None) -> float:
         """Record the stage, and return the moment."""
-        now = time.monotonic()
+        now = self._clock()
         self._observe(note(key, side, stage, now, span))
         return now
 
-    def _source(self, key: HandoffKey, request_id: str) -> _WorkerSource | None:
+    def _source(self, key: HandoffKey, request_id: str) -> WorkerSource | None:
         source = self._sources.get(key)
         return source if source is not None and source.request_id == request_id else None
 
-    def _target(self, key: HandoffKey, request_id: str) -> _WorkerTarget | None:
+    def _target(self, key: HandoffKey, request_id: str) -> WorkerTarget | None:
         target = self._targets.get(key)
         return target if target is not None and target.request_id == request_id else None
 
@@ -476,8 +512,9 @@ def _record(stats: HandoffStats) -> dict[str, Any]:
 class FollowerHalf:
     """The part of a rank other than the first: reports what it has computed, and to vLLM what the first rank reports."""
 
-    def __init__(self, links: RankLinks, groups: LayerGroups, gate: Gate) -> None:
+    def __init__(self, links: RankLinks, groups: LayerGroups, gate: Gate, *, clock: Clock = time.monotonic) -> None:
         self._links = links
+        self._clock = clock
         self._gate = gate
         self._groups = groups
         self._step = 0
@@ -516,9 +553,9 @@ class FollowerHalf:
         return finished
 
     def _wait(self, is_there: Callable[[], bool], what: str) -> None:
-        until = time.monotonic() + _FOLLOW_S
+        until = self._clock() + _FOLLOW_S
         while not is_there() and not self._links.is_lost:
-            left_s = until - time.monotonic()
+            left_s = until - self._clock()
             if left_s <= 0:
                 log.error("the first rank has not reported for %g s that step %d %s", _FOLLOW_S, self._step, what)
                 return

@@ -88,6 +88,51 @@ def test_a_prefill_that_nobody_comes_for_becomes_a_load_that_fails() -> None:
     assert rig.worker.live == 0
 
 
+def withdrawn(world: World, rig: Rig) -> None:
+    """A prefill that found no room is given up; its load fails, and its request is over."""
+    request = begun(rig)
+    assert rig.scheduler.matched_tokens(request, 0) is None
+    rig.step()
+    world.now += WAIT_S
+    tokens = rig.scheduler.matched_tokens(request, 0)
+    assert tokens is not None
+    rig.scheduler.allocated(request, ((1,),), tokens)
+    assert rig.step().failed == {request.request_id}
+    rig.scheduler.finish(request, ((1,),))
+
+
+def test_the_end_of_a_prefill_that_was_given_up_does_not_pass_for_that_of_its_retry() -> None:
+    """The agents stand still. Taken up at once, the retry would be taken for ended when the first one ends: vLLM would have its
+    blocks back, and the agents would still offer them."""
+    world = World(free=0)
+    rig = world.rig()
+    withdrawn(world, rig)
+    world.free = RESERVED + 2
+    retry = begun(rig, name="ffffffff")
+    finished = rig.step()
+    assert finished.report.ended == {retry.request_id}, "refused: the agents have yet to end the first one"
+    assert rig.port.names() == ["expect_target", "cancel"]
+    rig.port.push(SourceEnded(key_of(), Outcome.CANCELLED))
+    assert not rig.step().sending
+    assert rig.worker.live == 0
+
+
+def test_a_retry_that_wakes_an_idle_vllm_is_taken_up_when_the_first_has_ended_meanwhile() -> None:
+    """An idle vLLM takes no step, and so no event: the end of the first attempt lies there since long."""
+    world = World(free=0)
+    rig = world.rig()
+    withdrawn(world, rig)
+    rig.port.push(SourceEnded(key_of(), Outcome.CANCELLED))
+    world.free = RESERVED + 2
+    retry = begun(rig, name="ffffffff")
+    assert rig.scheduler.matched_tokens(retry, 0) == 0
+    rig.blocks[retry.request_id] = ((1, 2),)
+    finished = rig.step(Computing(retry.request_id, 0, 2 * BLOCK_TOKENS))
+    assert not finished.report.ended
+    assert rig.port.names()[:3] == ["expect_target", "cancel", "expect_target"]
+    assert rig.worker.live == 1
+
+
 def test_the_error_names_the_target_that_the_request_id_names() -> None:
     world = World(free=0)
     rig = world.rig()
