@@ -57,6 +57,14 @@ NEAR = {
     "aux-not-counted": 51,
     "no-backoff": 44,
     "no-reserve": 14,
+    "vllm-sent-when-offered": 22,
+    "vllm-retry-taken-for-ended": 38,
+    "vllm-received-when-cancelled": 342,
+    "vllm-one-rank-reports": 6,
+    "vllm-announced-by-one-rank": 406,
+    "vllm-blocks-of-an-earlier-step": 758,
+    "vllm-preempted-not-retracted": 246,
+    "vllm-last-block-cut": 22,
     "freed-when-offered": 14,
     "no-reserve-in-pull": 142,
     "no-reserve-for-grants": 126,
@@ -234,7 +242,7 @@ def test_undisturbed_flows_deliver_everything() -> None:
 
 
 def test_one_seed_is_one_run_bit_for_bit() -> None:
-    seeds = [str(seed) for seed in (0, 3, 7, 14, 30, 45, 100, 259)]
+    seeds = [str(seed) for seed in (0, 3, 6, 7, 14, 22, 30, 45, 100, 259)]
     digests = set()
     for hash_seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}

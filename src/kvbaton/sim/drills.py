@@ -15,6 +15,7 @@ from kvbaton.core.handoff import AuxChannel, Integrity, Mode
 from kvbaton.sim.engine_script import make_engine_script
 from kvbaton.sim.exhaustive import FLOWS, flow_script, single_faults
 from kvbaton.sim.script import Fault, FaultKind, RequestScript, Script, make_script
+from kvbaton.sim.vllm_script import make_vllm_script
 from kvbaton.transport.base import LateWrites
 
 __all__ = ["DRILLS", "EDGES", "SCENES", "drill_of_seed", "script_of_seed"]
@@ -29,6 +30,8 @@ def script_of_seed(seed: int) -> Script:
     """The run of a seed; the same on every machine."""
     if _has_engines(seed):
         return make_engine_script(seed)
+    if _has_vllm(seed):
+        return make_vllm_script(seed)
     if not (drills := _drills_of(seed)):
         return make_script(seed)
     rng = random.Random(f"drill {seed}")
@@ -39,6 +42,8 @@ def drill_of_seed(seed: int) -> str:
     """Which drill the run of a seed is; "random" for none."""
     if _has_engines(seed):
         return "engines"
+    if _has_vllm(seed):
+        return "vllm"
     drills = _drills_of(seed)
     return random.Random(f"drill {seed}").choice(drills).__name__ if drills else "random"
 
@@ -46,6 +51,11 @@ def drill_of_seed(seed: int) -> str:
 def _has_engines(seed: int) -> bool:
     """Whether instances run the embedded engine of production: in every sixteenth run, because it needs more time."""
     return seed % 16 == 14
+
+
+def _has_vllm(seed: int) -> bool:
+    """Whether instances run the vLLM connector of production: in every sixteenth run, too."""
+    return seed % 16 == 6
 
 
 def _drills_of(seed: int) -> tuple[Drill, ...]:

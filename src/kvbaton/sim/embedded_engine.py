@@ -7,8 +7,7 @@ sides of hand-offs, and requests without one. What it calls, and what it is noti
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,21 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.agent.driver import Driver
-from kvbaton.agent.engine_port import (
-    Allocation,
-    EngineEvent,
-    HandoffPort,
-    Landed,
-    Offer,
-    SourceEnded,
-    SourceRequest,
-    SpansReady,
-    TargetEnded,
-)
+from kvbaton.agent.engine_port import Allocation, EngineEvent, Landed, SourceEnded, TargetEnded
 from kvbaton.agent.rank_orders import CopyId
 from kvbaton.config import HandoffSettings
 from kvbaton.core.addresses import ControlAddress
-from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Incarnation, Mode, Outcome, RequestId, Span
+from kvbaton.core.handoff import Executor, HandoffKey, Incarnation, Mode, Outcome, RequestId
 from kvbaton.core.timeline import Side
 from kvbaton.engines.embedded.engine import Engine
 from kvbaton.engines.embedded.engine_core import EngineCore
@@ -52,7 +41,8 @@ from kvbaton.engines.embedded.settings import EngineSettings
 from kvbaton.errors import Bug
 from kvbaton.sim.engine import Ended, SimEngine, SimPrompt
 from kvbaton.sim.memory import FREED
-from kvbaton.sim.tag_model import VOCABULARY, LoadedTags, TagCache, answer_to, tags_of
+from kvbaton.sim.tag_model import LoadedTags, TagCache, answer_to, prompt_ids, tags_of, token_ids
+from kvbaton.sim.watched_port import WatchedPort
 
 __all__ = ["EMBEDDED", "EmbeddedClasses", "EmbeddedEngine"]
 
@@ -97,75 +87,6 @@ class _ClientRequest:
             self.ended(self.request.handoff.key, outcome, reason)
 
 
-def _tokens(name: str, first: int, end: int) -> list[int]:
-    return [zlib.crc32(f"{name} {position}".encode()) % VOCABULARY for position in range(first, end)]
-
-
-def _prompt_ids(prompt: SimPrompt) -> tuple[int, ...]:
-    shared = _tokens(f"prefix {prompt.prefix}", 0, prompt.shared)
-    return (*shared, *_tokens(f"request {prompt.client}", prompt.shared, prompt.tokens))
-
-
-class _WatchedPort(HandoffPort):
-    """The driver as the engine calls it: every call is looked at, and what it raises is an error of ours."""
-
-    def __init__(self, driver: Driver, engine: EmbeddedEngine) -> None:
-        self._driver = driver
-        self._engine = engine
-
-    def _call(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except Exception as error:
-            self._engine.fail(error)
-            raise
-
-    def expect_target(self, key: HandoffKey, prompt: str) -> None:
-        self._engine.on_expected(key, Side.SOURCE)
-        self._call(partial(self._driver.expect_target, key, prompt))
-
-    def spans_ready(self, key: HandoffKey, blocks: BlockLists, spans: tuple[Span, ...]) -> None:
-        self.spans_ready_all([SpansReady(key, blocks, spans)])
-
-    def spans_ready_all(self, ready: Sequence[SpansReady]) -> None:
-        for key, _, _ in ready:
-            self._engine.watch.computes(key, is_complete=False)
-        self._call(partial(self._driver.spans_ready_all, ready))
-
-    def retract(self, key: HandoffKey) -> None:
-        self._engine.retracted_total += 1
-        self._engine.watch.computes(key, is_complete=False)
-        self._call(partial(self._driver.retract, key))
-
-    def offer(self, offer: Offer) -> None:
-        self._engine.watch.computes(offer.key, is_complete=True)
-        self._call(partial(self._driver.offer, offer))
-
-    def expect_source(self, request: SourceRequest) -> None:
-        self._engine.on_expected(request.key, Side.TARGET)
-        self._call(partial(self._driver.expect_source, request))
-
-    def allocated(self, allocation: Allocation) -> None:
-        self._engine.on_allocated(allocation)
-        self._call(partial(self._driver.allocated, allocation))
-
-    def decline(self, request: SourceRequest, reason: str) -> None:
-        self._engine.watch.declined(request.key, is_whole=not request.prompt)
-        self._call(partial(self._driver.decline, request, reason))
-
-    def refuse(self, key: HandoffKey, reason: str) -> None:
-        self._call(partial(self._driver.refuse, key, reason))
-
-    def cancel(self, key: HandoffKey, side: Side | None = None) -> None:
-        self._call(partial(self._driver.cancel, key, side))
-
-    def events(self) -> list[EngineEvent]:
-        events = self._driver.events()
-        for event in events:
-            self._engine.notify(event)
-        return events
-
-
 @dataclass(eq=False, kw_only=True)
 class EmbeddedEngine(SimEngine):
     """One engine of production, with its server and clients. `notify` is called with every event before the engine has it."""
@@ -202,7 +123,7 @@ class EmbeddedEngine(SimEngine):
         )
         loaded = LoadedTags.of(self.cache.shape, self._on_problem)
         self._model = loaded.model
-        self.engine = Engine(loaded, self.cache, _WatchedPort(self.port, self), settings, self.clock)
+        self.engine = Engine(loaded, self.cache, WatchedPort(self.port, self), settings, self.clock)
         self._core: EngineCore = vars(self.engine)["_core"]
         scheduler: Scheduler = vars(self._core)["_scheduler"]
         self._pool = scheduler.pool
@@ -216,13 +137,19 @@ class EmbeddedEngine(SimEngine):
     # Requests.
 
     def prefill(self, prompt: SimPrompt, answer: Callable[[], None], ended: Ended) -> None:
-        ids = _prompt_ids(prompt)
+        ids = prompt_ids(prompt.prefix, prompt.shared, prompt.client, prompt.tokens)
         asked = self._ask(prompt, ids, 1, ToTarget(prompt.key), ended)
         asked.answer = answer
         self._submit(asked)
 
     def fetch(self, prompt: SimPrompt, source: ControlAddress, incarnation: Incarnation | None, ended: Ended) -> None:
-        asked = self._ask(prompt, _prompt_ids(prompt), prompt.outputs, FromSource(prompt.key, source, incarnation), ended)
+        asked = self._ask(
+            prompt,
+            prompt_ids(prompt.prefix, prompt.shared, prompt.client, prompt.tokens),
+            prompt.outputs,
+            FromSource(prompt.key, source, incarnation),
+            ended,
+        )
         if self.refuse_next > 0:
             self.refuse_next -= 1
             self._decline(asked, "the queue is full")
@@ -231,7 +158,7 @@ class EmbeddedEngine(SimEngine):
 
     def generate(self, tokens: int, outputs: int) -> None:
         """A request without a hand-off arrives."""
-        ids = tuple(_tokens(f"{self.name} {self._requests}", 0, tokens))
+        ids = tuple(token_ids(f"{self.name} {self._requests}", 0, tokens))
         self._submit(self._ask(None, ids, outputs, None, None))
 
     def _ask(

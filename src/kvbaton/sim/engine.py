@@ -5,7 +5,7 @@ real ones do, and check what they get. The engine of production is in `embedded_
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from kvbaton.agent.coordinator import Coordinator
@@ -122,9 +122,19 @@ class SimEngine:
         """Take the blocks of a prefill that is not finished; whether there was one."""
         return False
 
+    def pause_rank(self, rank: int, until: float) -> None:
+        """Let what the engine computes on one rank stand still, where its ranks have threads of their own."""
+
     def heal(self) -> None:
         """Forget the faults that have yet to strike."""
         self.refuse_next = 0
+
+    def kept(self) -> Iterator[str]:
+        """What the engine keeps although it has no request: each is a leak."""
+        return iter(())
+
+    def close(self) -> None:
+        """The run is over: end what is not part of its world."""
 
     def check(self) -> None:
         """Blocks are conserved."""

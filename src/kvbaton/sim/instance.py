@@ -49,9 +49,12 @@ from kvbaton.sim.network import Network
 from kvbaton.sim.rank_processes import RankProcess, SimSocket, channel_on, socket_pair
 from kvbaton.sim.reactions import Reactions
 from kvbaton.sim.records import alarm_problems, count_problems
+from kvbaton.sim.script import VllmScript
 from kvbaton.sim.strays import asked_early, may_come_from_others, other_prompt, stray_of
 from kvbaton.sim.tag_model import TagCache, TagCacheShape
 from kvbaton.sim.transport import Fabric, FencingSimTransport, SimRank, SimTransport
+from kvbaton.sim.vllm_engine import VllmEngine
+from kvbaton.sim.vllm_workers import VLLM, VllmClasses
 from kvbaton.sim.watch import Watch
 from kvbaton.sim.world import SimClock, SimProcess, World
 from kvbaton.transport.base import PeerRank
@@ -87,6 +90,7 @@ class Bugs:
     source_engine: type[SourceEngine] = SourceEngine
     target_engine: type[TargetEngine] = TargetEngine
     embedded: EmbeddedClasses = EMBEDDED
+    vllm: VllmClasses = VLLM
 
 
 @dataclass(slots=True)
@@ -110,6 +114,8 @@ class Cluster:
     both_roles: bool = False
     step_tokens: int = 1
     """How engines of production are set; the last of it, the next one that is started."""
+    vllm: VllmScript | None = None
+    """How the next one is set up if it is a vLLM."""
     is_forgetful: bool = False
     """Whether what instances remember of ends and of grants is bounded by a few entries."""
     most_peers: int = 0
@@ -314,7 +320,7 @@ class SimInstance:
             incarnation=self.incarnation,
             model="tags",
             fingerprint="tags",
-            shape=f"tp{shape.ranks}",
+            shape=str(shape.shape) if isinstance(shape, TagCacheShape) else f"tp{shape.ranks}",
             ranks=tuple(
                 RankCard(rank, layouts[rank], (each.endpoint(),), None if self.loops else each.memory.aux_area)
                 for rank, each in enumerate(self.transports)
@@ -355,6 +361,26 @@ class SimInstance:
 
     def _make_engine(self, memories: list[RankMemory], cache: TagCache | None) -> SimEngine:
         cluster, process = self.cluster, self.process
+        if cache is not None and cluster.vllm is not None:
+            return VllmEngine(
+                world=cluster.world,
+                process=process,
+                name=process.name,
+                cache=cache,
+                clock=self.local_now,
+                mode=cluster.mode,
+                on_failure=cluster.on_failure,
+                limits=cluster.limits,
+                step_tokens=cluster.step_tokens,
+                set_up=cluster.vllm,
+                processes=[process, *self.rank_processes[1:]],
+                lag_s=cluster.rank_lag_s,
+                address=self.control_address,
+                incarnation=self.incarnation,
+                notify=self._notify,
+                fail=self.fail,
+                classes=cluster.bugs.vllm,
+            )
         if cache is not None:
             settings = replace(cluster.settings, mode=cluster.mode, on_failure=cluster.on_failure)
             return EmbeddedEngine(
@@ -411,6 +437,9 @@ class SimInstance:
         try:
             if isinstance(self.engine, EmbeddedEngine):
                 self.engine.schedule()
+                return
+            if isinstance(self.engine, VllmEngine):
+                self.engine.wake_worker()
                 return
             for event in self.thread.driver.events():
                 self._notify(event)
@@ -592,6 +621,7 @@ class SimInstance:
 
     def pause_rank(self, rank: int, until: float) -> None:
         """Let one rank stand still; ranks that live in the coordinator's process stand still with it."""
+        self.engine.pause_rank(rank, until)
         if self.loops:
             self.loops[rank % len(self.loops)].paused_until = until
         else:
@@ -707,6 +737,7 @@ class SimInstance:
 
     def close(self) -> None:
         """The run is over: give the descriptors of its sockets back."""
+        self.engine.close()
         for end in self._sockets:
             end.release()
 

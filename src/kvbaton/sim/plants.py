@@ -28,6 +28,7 @@ from kvbaton.sim.agent_thread import SimDriver
 from kvbaton.sim.engine_plants import engine_plants
 from kvbaton.sim.instance import Bugs
 from kvbaton.sim.transport import SimRank
+from kvbaton.sim.vllm_plants import vllm_plants
 from kvbaton.transport.base import Completion
 
 __all__ = ["PLANTS", "Plant"]
@@ -650,6 +651,8 @@ def _plants() -> Iterator[tuple[str, str, str, Bugs]]:
     yield "tickets-kept", "batches remembered for ever", "nothing kept", Bugs(rank=_TicketsKept)
     for name, mistake, rule, classes in engine_plants():
         yield name, mistake, rule, Bugs(embedded=classes)
+    for name, mistake, rule, vllm in vllm_plants():
+        yield name, mistake, rule, Bugs(vllm=vllm)
 
 
 PLANTS: dict[str, Plant] = {name: Plant(mistake, rule, bugs) for name, mistake, rule, bugs in _plants()}

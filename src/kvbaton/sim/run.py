@@ -21,6 +21,7 @@ from kvbaton.sim.network import Network
 from kvbaton.sim.script import CALM, HARMLESS, LINK_FAULTS, Fault, FaultKind, RequestScript, Script
 from kvbaton.sim.tag_model import HEADS, TagCacheShape
 from kvbaton.sim.transport import Fabric
+from kvbaton.sim.vllm_engine import VllmEngine
 from kvbaton.sim.watch import Watch, kept_for_ever
 from kvbaton.sim.world import SimClock, Violation, World
 from kvbaton.transport.base import LateWrites
@@ -225,12 +226,13 @@ class Run:
         shape: InstanceShape | TagCacheShape = InstanceShape(script.ranks, blocks, script.layers)
         if script.caches:
             cache = script.caches[index]
-            shape = TagCacheShape(cache.ranks, cache.blocks, script.layers, cache.block_tokens, HEADS)
-            self.cluster.step_tokens = cache.step_tokens
+            stages = 1 if cache.vllm is None else cache.vllm.stages
+            shape = TagCacheShape(cache.ranks, cache.blocks, script.layers, cache.block_tokens, HEADS, stages)
+            self.cluster.step_tokens, self.cluster.vllm = cache.step_tokens, cache.vllm
         instance = SimInstance(self.cluster, address, role, shape, clock)
         if isinstance(instance.engine, TargetEngine):
             instance.engine.decode_s = script.decode_s
-        elif isinstance(instance.engine, EmbeddedEngine):
+        elif isinstance(instance.engine, EmbeddedEngine | VllmEngine):
             instance.engine.step_s = script.step_s
             for load in script.loads:
                 if load.who == address:
@@ -674,7 +676,7 @@ class Run:
         """Nothing is live: then what is left was forgotten to be forgotten, and would grow with every hand-off."""
         for instance in self.all_instances:
             if instance.process.is_alive:
-                for kept in kept_for_ever(instance.coordinator, instance.agents):
+                for kept in (*kept_for_ever(instance.coordinator, instance.agents), *instance.engine.kept()):
                     self.world.find("nothing kept", f"{instance.process.name}: {kept}")
                 self._check_cards_kept(instance)
                 late = instance.coordinator.source.late_total + instance.coordinator.target.late_total

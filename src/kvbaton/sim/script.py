@@ -11,7 +11,7 @@ import msgspec
 from kvbaton.core.handoff import AuxChannel, Integrity, Mode
 from kvbaton.transport.base import LateWrites
 
-__all__ = ["CALM", "HARMLESS", "LINK_FAULTS", "Fault", "FaultKind", "RequestScript", "Script", "make_script"]
+__all__ = ["CALM", "HARMLESS", "LINK_FAULTS", "Fault", "FaultKind", "RequestScript", "Script", "VllmScript", "make_script"]
 
 
 class FaultKind(enum.StrEnum):
@@ -164,14 +164,28 @@ class Fault(msgspec.Struct, frozen=True):
         return self.kind is FaultKind.LOSE or (self.kind in _WAITED_OUT and self.for_s <= _SHORT_S)
 
 
+class VllmScript(msgspec.Struct, frozen=True):
+    """How a vLLM with the connector of production is set up."""
+
+    stages: int = 1
+    """Of a pipeline; each has its part of the layers."""
+    is_async: bool = False
+    """Whether a step is built before the output of the one before it is taken."""
+    has_fence: bool = True
+    """Whether blocks are given back when no step that is under way can write to them any more."""
+    has_hooks: bool = True
+    """Whether layers report that they are computed one by one; in a full CUDA graph they do not."""
+
+
 class CacheScript(msgspec.Struct, frozen=True):
-    """The cache of an instance that runs the engine of production."""
+    """The cache of an instance that runs an engine of production: the embedded one, or with `vllm` vLLM's connector."""
 
     ranks: int
     block_tokens: int
     blocks: int
     step_tokens: int = 5
     """How many tokens one step runs at most; of prefills, a block of them at least."""
+    vllm: VllmScript | None = None
 
 
 class LoadScript(msgspec.Struct, frozen=True):

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from kvbaton.core.handoff import BlockLists
 from kvbaton.core.layout import HeadRange, Layout
 from kvbaton.core.tensors import dense_tensor, split_layers, tensor_group
+from kvbaton.core.topology import Shape
 from kvbaton.engines.embedded.config import ModelConfig
 from kvbaton.engines.embedded.model import TokenSpan, Written
 from kvbaton.errors import Bug
@@ -34,7 +35,9 @@ __all__ = [
     "TagCache",
     "TagModel",
     "answer_to",
+    "prompt_ids",
     "tags_of",
+    "token_ids",
 ]
 
 VOCABULARY = 61
@@ -48,39 +51,58 @@ _AXES = ("plane", "block", "token", "head", "channel")
 
 @dataclass(frozen=True, slots=True)
 class TagCacheShape:
-    """The cache of one instance: keys and values of `heads` heads, cut over `ranks`, in blocks of several tokens."""
+    """The cache of one instance: keys and values of `heads` heads, in blocks of several tokens.
+
+    It is cut over `ranks`: the layers over `stages`, and the heads over the ranks of a stage.
+    """
 
     ranks: int
     blocks: int
     layers: int
     block_tokens: int
     heads: int
+    stages: int = 1
+
+    @property
+    def shape(self) -> Shape:
+        """How the instance is cut."""
+        return Shape(pp=self.stages, tp=self.ranks // self.stages)
 
     @property
     def held_heads(self) -> int:
         """Heads of one rank."""
-        return self.heads // self.ranks
-
-    @property
-    def cells(self) -> int:
-        """Cells of one rank."""
-        return self.layers * _PLANES * self.blocks * self.block_tokens * self.held_heads
+        return self.heads * self.stages // self.ranks
 
     @property
     def cells_of_token(self) -> int:
         """Cells of one token, on all ranks."""
         return self.layers * _PLANES * self.heads
 
+    def layers_of(self, rank: int) -> range:
+        """The layers of one rank: those of its stage."""
+        stage = rank * self.stages // self.ranks
+        return range(self.layers * stage // self.stages, self.layers * (stage + 1) // self.stages)
+
+    def heads_of(self, rank: int) -> range:
+        """The heads of one rank."""
+        first = rank % (self.ranks // self.stages) * self.held_heads
+        return range(first, first + self.held_heads)
+
+    def cells_of(self, rank: int) -> int:
+        """Cells of one rank."""
+        return len(self.layers_of(rank)) * _PLANES * self.blocks * self.block_tokens * self.held_heads
+
     def layout(self, rank: int) -> Layout:
         """The memory of one rank: one cell is one byte."""
-        shape = (self.layers, _PLANES, self.blocks, self.block_tokens, self.held_heads, 1)
+        layers = self.layers_of(rank)
+        shape = (len(layers), _PLANES, self.blocks, self.block_tokens, self.held_heads, 1)
         tensors = split_layers(dense_tensor(shape, "tag", 1))
-        heads = (HeadRange(rank * self.held_heads, self.held_heads),)
-        group = tensor_group("full", range(self.layers), tensors, _AXES, heads=heads, total_heads=self.heads)
-        return Layout(self.cells, (group,))
+        heads = (HeadRange(self.heads_of(rank).start, self.held_heads),)
+        group = tensor_group("full", layers, tensors, _AXES, heads=heads, total_heads=self.heads)
+        return Layout(self.cells_of(rank), (group,))
 
     def cell(self, layer: int, plane: int, block: int, slot: int, head: int) -> int:
-        """Where a cell lies in the memory of its rank; `head` counts the heads of that rank."""
+        """Where a cell lies in the memory of its rank; layer and head count those of that rank."""
         return (((layer * _PLANES + plane) * self.blocks + block) * self.block_tokens + slot) * self.held_heads + head
 
     def slot_at(self, at: int) -> tuple[int, int]:
@@ -116,6 +138,16 @@ def answer_to(prompt: Sequence[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+def token_ids(name: str, first: int, end: int) -> list[int]:
+    """The tokens `first` to `end` of a text that is known by its name."""
+    return [zlib.crc32(f"{name} {position}".encode()) % VOCABULARY for position in range(first, end)]
+
+
+def prompt_ids(prefix: int, shared: int, client: int, tokens: int) -> tuple[int, ...]:
+    """The prompt of a client, the first `shared` tokens of which are those of a prefix."""
+    return (*token_ids(f"prefix {prefix}", 0, shared), *token_ids(f"request {client}", shared, tokens))
+
+
 class TagCache:
     """The cache of all ranks of an instance, as its engine and its model see it."""
 
@@ -125,7 +157,7 @@ class TagCache:
         self.shape = shape
         self.blocks = shape.blocks
         self.block_tokens = shape.block_tokens
-        self.memories = [RankMemory(shape.cells, 1) for _ in range(shape.ranks)]
+        self.memories = [RankMemory(shape.cells_of(rank), 1) for rank in range(shape.ranks)]
 
     def block_lists(self, blocks: Sequence[int]) -> BlockLists:
         """One list: there is one group."""
@@ -140,36 +172,61 @@ class TagCache:
         """Let the owner write all cells of a block."""
         shape = self.shape
         size = shape.block_tokens * shape.held_heads
-        for memory in self.memories:
-            for layer in range(shape.layers):
+        for rank, memory in enumerate(self.memories):
+            for layer in range(len(shape.layers_of(rank))):
                 for plane in range(_PLANES):
                     first = shape.cell(layer, plane, block, 0, 0)
                     memory.cells[first : first + size] = [cell] * size
 
     def write(self, layer: int, block: int, slot: int, position: int, tag: str, attempt: int) -> None:
         """Put the keys and values of one token of one layer there, of every head."""
-        shape = self.shape
-        for head in range(shape.heads):
-            rank, held = divmod(head, shape.held_heads)
+        for rank in range(self.shape.ranks):
+            if layer in self.shape.layers_of(rank):
+                self.write_rank(rank, layer, block, slot, position, tag, attempt)
+
+    def write_rank(self, rank: int, layer: int, block: int, slot: int, position: int, tag: str, attempt: int) -> None:
+        """Put the keys and values of one token of one layer there, of the heads of one rank."""
+        shape, cells = self.shape, self.memories[rank].cells
+        held_layer = layer - shape.layers_of(rank).start
+        for held, head in enumerate(shape.heads_of(rank)):
             for plane in range(_PLANES):
                 cell = TaggedCell(tag, position, layer, plane * shape.heads + head, attempt)
-                self.memories[rank].cells[shape.cell(layer, plane, block, slot, held)] = cell
+                cells[shape.cell(held_layer, plane, block, slot, held)] = cell
 
     def tag_at(self, block: int, slot: int) -> str:
         """What the first cell of a token was computed from."""
         return self.memories[0].cells[self.shape.cell(0, 0, block, slot, 0)].content
 
-    def problem(self, blocks: Sequence[int], tags: Sequence[str], *, is_checked: bool = False) -> str:
-        """What is wrong with the cache of the tokens that have to have these tags; with checksums, no byte may be corrupt."""
-        shape = self.shape
-        for position, tag in enumerate(tags):
+    def problem(self, blocks: Sequence[int], tags: Sequence[str], *, is_checked: bool = False, first_block: int = 0) -> str:
+        """What is wrong with the cache of the tokens that have to have these tags; with checksums, no byte may be corrupt.
+
+        Blocks before `first_block` are not looked at.
+        """
+        first = first_block * self.shape.block_tokens
+        for rank in range(self.shape.ranks):
+            layers = self.shape.layers_of(rank)
+            if problem := self.rank_problem(rank, layers, blocks, tags, is_checked=is_checked, first=first):
+                return problem
+        return ""
+
+    def rank_problem(
+        self,
+        rank: int,
+        layers: range,
+        blocks: Sequence[int],
+        tags: Sequence[str],
+        *,
+        is_checked: bool = False,
+        first: int = 0,
+    ) -> str:
+        """The same for these layers of one rank, from token `first` on."""
+        shape, cells, first_layer = self.shape, self.memories[rank].cells, self.shape.layers_of(rank).start
+        for position, tag in enumerate(tags[first:], first):
             block, slot = blocks[position // shape.block_tokens], position % shape.block_tokens
-            for head in range(shape.heads):
-                rank, held = divmod(head, shape.held_heads)
-                cells = self.memories[rank].cells
-                for layer in range(shape.layers):
+            for held, head in enumerate(shape.heads_of(rank)):
+                for layer in layers:
                     for plane in range(_PLANES):
-                        cell = cells[shape.cell(layer, plane, block, slot, held)]
+                        cell = cells[shape.cell(layer - first_layer, plane, block, slot, held)]
                         wanted = (tag, position, layer, plane * shape.heads + head)
                         if (cell.content, cell.token, cell.layer, cell.rank) != wanted or (is_checked and cell.is_corrupt):
                             return f"token {position} in block {block}: wanted {wanted}, there is {cell}"
