@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-__all__ = ["command_line", "descendants", "is_running", "listening_ports", "processor_s", "shared_files", "wait_until"]
+__all__ = ["command_line", "descendants", "is_running", "listening_ports", "pause", "processor_s", "shared_files", "wait_until"]
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -28,6 +29,13 @@ def descendants(pid: int) -> set[int]:
         level = {child for child, stat in parents.items() if stat and int(stat[1]) in level} - found
         found |= level
     return {child for child in found if is_running(child)}
+
+
+def pause(pid: int) -> None:
+    """Make a process stand still, and wait until every thread of it does: on a busy machine some go on after the signal."""
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+    wait_until(lambda: all(map(_stands_still, tasks.iterdir())), f"process {pid} stands still")
 
 
 def processor_s(pid: int) -> float:
@@ -72,6 +80,13 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0
     while not condition():
         assert time.monotonic() < give_up_at, f"not within {timeout_s:g} s: {what}"
         time.sleep(0.02)
+
+
+def _stands_still(task: Path) -> bool:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (FileNotFoundError, ProcessLookupError):
+        return True  # a thread that has ended
 
 
 def _stat(pid: int) -> list[str]:

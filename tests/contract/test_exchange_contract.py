@@ -30,6 +30,7 @@ from kvbaton.transport.exchange.wire import CALL_BYTES, CallKind, MemoryCall, pa
 from kvbaton.transport.runs import load_loops
 from kvbaton.transport.shared_memory import SharedPlace, shared_place
 from kvbaton.transport.table import load, transport_entries, transport_entry
+from watching import pause
 
 _KINDS = [entry.name for entry in transport_entries() if entry.exchange]
 _READ, _WRITE = Direction.READ, Direction.WRITE
@@ -80,12 +81,6 @@ def _poll(condition: Callable[[], bool], limit_s: float = _LIMIT_S) -> bool:
             return False
         threading.Event().wait(0.002)
     return True
-
-
-def _stop(peer: ExchangePeer) -> None:
-    """Have the process stand still, and wait until it does."""
-    os.kill(peer.pid, signal.SIGSTOP)
-    assert _poll(lambda: Path(f"/proc/{peer.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
 
 
 class _Pair:
@@ -433,7 +428,7 @@ def test_many_threads_share_one_link(pair: _Pair) -> None:
 
 
 def test_a_dead_peer_fails_what_is_in_flight_and_what_follows(pair: _Pair) -> None:
-    _stop(pair.peer)
+    pause(pair.peer.pid)
     transfer = pair.link.post(TransferRequest(_WRITE, pair.own, pair.remote, _runs((0, 0, 1 << 20))))
     assert not transfer.is_finished()
     pair.peer.process.kill()
@@ -452,7 +447,7 @@ def test_a_stopped_peer_costs_its_callers_a_bounded_time_and_no_other_peer_any(
     with exchange_peer(kind) as other:
         exchange = open_exchange(timeout_s=2.0)
         slow, quick = _Pair(exchange, peer, 4096), _Pair(exchange, other, 4096)
-        _stop(peer)
+        pause(peer.pid)
         stuck = [slow.link.post(TransferRequest(_WRITE, slow.own, slow.remote, _runs((0, 0, 64)))) for _ in range(50)]
         assert quick.move(_WRITE, _runs((0, 0, 64))) == ""
         assert not stuck[0].is_over
@@ -463,7 +458,7 @@ def test_a_stopped_peer_costs_its_callers_a_bounded_time_and_no_other_peer_any(
 
 def test_a_queue_that_is_full_refuses(open_exchange: Callable[..., MemoryExchange], peer: ExchangePeer) -> None:
     pair = _Pair(open_exchange(max_in_flight=3), peer, 4096)
-    _stop(peer)
+    pause(peer.pid)
     for _ in range(3):
         pair.link.post(TransferRequest(_WRITE, pair.own, pair.remote, _runs((0, 0, 64))))
     with pytest.raises(QueueFull, match="max_in_flight 3"):
@@ -555,7 +550,7 @@ def test_an_exchange_that_is_dropped_gives_everything_back(kind: str, peer: Exch
 
 
 def test_a_closed_exchange_fails_what_is_in_flight(pair: _Pair) -> None:
-    _stop(pair.peer)
+    pause(pair.peer.pid)
     transfer = pair.link.post(TransferRequest(_WRITE, pair.own, pair.remote, _runs((0, 0, 1 << 20))))
     pair.exchange.close()
     pair.exchange.close()

@@ -6,7 +6,6 @@ was cut, leaves nothing behind. What the library or the kernel had on its way ma
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from kvbaton.core.strips import Plan, count_bytes
 from kvbaton.errors import QueueFull, RangeError, TransportError
 from kvbaton.transport.base import Batch, Direction, LateWrites, PeerRank, Runs, Ticket
 from kvbaton.transport.faulty import Faults
+from watching import pause
 
 pytestmark = pytest.mark.sampled(1)
 
@@ -205,7 +205,7 @@ def test_a_peer_that_stands_still_is_an_error_in_time_and_harms_no_other(rig: Wr
     other = rig.holder(MIB)
     writer.transport.connect(other.peer, other.endpoint)
     assert stuck.process is not None
-    stuck.process.send_signal(signal.SIGSTOP)
+    pause(stuck.process.pid)
     waiting = writer.post(stuck, make_runs((0, 0, 100_000)))
     runs = make_runs((0, 200_000, 100_000))
     later = writer.post(other, runs)

@@ -35,6 +35,7 @@ from kvbaton.transport.base import (
 )
 from kvbaton.transport.faulty import Faults
 from kvbaton.transport.table import load
+from watching import pause
 
 __all__ = [
     *("BIG", "KIB", "MIB", "PATIENCE_S", "PEER_SCRIPT", "WHOLE"),
@@ -90,7 +91,7 @@ class Source:
     def stop(self) -> None:
         """Make the process stand still."""
         assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
+        pause(self.process.pid)
 
     def resume(self) -> None:
         """Let it go on."""

@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 from system import Reply, Stand, blocks
 
-from watching import wait_until
+from watching import pause, wait_until
 
 SHORT_LIMITS = ("--transfer-timeout", "2", "--defer-timeout", "3", "--stop-timeout", "1", "--retry", "0.2")
 PROMPT = list(range(3, 200))
@@ -38,7 +38,7 @@ def _is_under_way(port: int) -> bool:
 def _standing_still(stand: Stand, name: str) -> Iterator[None]:
     """That process does nothing until it is killed; the kernel still takes connections for it."""
     pid = stand.fleets[name].pid(name)
-    os.kill(pid, signal.SIGSTOP)
+    pause(pid)
     try:
         yield
     finally:

@@ -42,6 +42,7 @@ from kvbaton.compat.mori.io import (
     set_log_level,
 )
 from kvbaton.verify.stored import StoredCounts
+from watching import pause
 
 TransferStatus = cpp.TransferStatus
 _KEYS = itertools.count()
@@ -660,7 +661,7 @@ class TestTwoProcesses:
         for engine in engines:
             engine.register_remote_engine(EngineDesc.unpack(peer.engine_desc))
         sessions = [self._session(engine, memory, remote) for engine, memory in zip(engines, memories, strict=True)]
-        os.kill(peer.process.pid, signal.SIGSTOP)
+        pause(peer.process.pid)
         statuses = [session.batch_write([0], [0], [4096], uid) for session in sessions for uid in (1, 2)]
         refused = sessions[1].batch_write([0], [0], [4096], 3)
         assert (refused.Code(), refused.Message()[:15]) == (StatusCode.ERR_RDMA_OP, "SQ full (batch)")

@@ -25,7 +25,7 @@ from kvbaton.discovery.messages import InstanceType, Registration, TransferMode,
 from kvbaton.router.processes import _Head, _PublishingRegistry, _RegistrationUpdate, _Worker
 from kvbaton.router.settings import RouterSettings
 from kvbaton.wire.zmtp import encode_frame
-from watching import descendants, wait_until
+from watching import descendants, pause, wait_until
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48)
 READY = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
@@ -152,7 +152,7 @@ def test_a_process_that_stood_still_finds_its_instances_alive() -> None:
     body = json.dumps({"prompt": "x"}).encode()
     with group("--expire-after-s", "1") as running, ThreadPoolExecutor(24) as pool:
         worker = min(descendants(running.process.pid))
-        os.kill(worker, signal.SIGSTOP)
+        pause(worker)
         try:
             asked = [pool.submit(running.ask, path, body) for path in ("/v1/completions",) * 16]
             asked += [pool.submit(running.ask, "/ready") for _ in range(8)]
