@@ -103,18 +103,18 @@ def plan_layers(pair: Pair, blocks: BlockRuns, layers: range | None = None) -> R
 
     In short form where they are many.
     """
-    parts = [
-        (piece, in_layer, piece.rows_of(layers))
-        for group, runs in zip(pair.groups, blocks, strict=True)
-        for piece, in_layer in zip(group.pieces, runs, strict=True)
-        if len(in_layer)
-    ]
-    if sum(len(in_layer) * len(rows) for _, in_layer, rows in parts) > _FEW_RUNS:
+    parts, count = [], 0
+    for group, runs in zip(pair.groups, blocks, strict=True):
+        for piece, in_layer in zip(group.pieces, runs, strict=True):
+            if runs_in_layer := len(in_layer):
+                rows = piece.rows_of(layers)
+                parts.append((piece, in_layer, rows))
+                count += runs_in_layer * len(rows)
+    if count > _FEW_RUNS:
         return Plan(tuple(_strip(piece, in_layer, rows) for piece, in_layer, rows in parts if len(rows)))
-    few = [_over_slots(piece, in_layer, rows) for piece, in_layer, rows in parts]
-    if len(few) == 1:
-        return few[0]
-    return np.concatenate(few) if few else NO_RUNS
+    if len(parts) == 1:
+        return _over_slots(*parts[0])
+    return np.concatenate([_over_slots(*part) for part in parts]) if parts else NO_RUNS
 
 
 def _group_runs(
@@ -125,11 +125,10 @@ def _group_runs(
     first, end = pair.target.needed(first_token, tokens, total)
     if first >= end:
         return _nothing(pair)
+    if pair.is_page_by_page and (few := _few_runs(pair, source_list, target_list, first, end)) is not None:
+        return few
     check_list("source", pair.source, source_list, tokens, total)
     check_list("target", pair.target, target_list, tokens, total)
-    few = _few_runs(pair, source_list, target_list, first, end)
-    if few is not None:
-        return few
     segments = segments_of(pair.source, pair.target, first, end, total)
     source = block_places("source", pair.source, source_list, segments.source)
     target = block_places("target", pair.target, target_list, segments.target)
@@ -139,22 +138,24 @@ def _group_runs(
 def _few_runs(
     pair: GroupPair, source_list: tuple[int, ...], target_list: tuple[int, ...], first: int, end: int
 ) -> tuple[Numbers, ...] | None:
-    """The runs of a few blocks, block by block; None where there are many, or where anything is out of the ordinary."""
-    if not pair.is_page_by_page:
-        return None
+    """The runs of a few blocks of a pair that is page by page; None where there are many, or where anything is wrong.
+
+    What is wrong with a list (too short, a block twice, one that does not exist) is found out and named where long ones are
+    checked.
+    """
     size = pair.source.block_tokens
     low, high = first // size, -(-end // size)
     count = high - low
     if not 0 < count <= _FEW_BLOCKS:
         return None
     sources, targets = source_list[low:high], target_list[low:high]
-    for group, ids in ((pair.source, sources), (pair.target, targets)):
-        # What is wrong with a list is found out and named where long lists are checked.
-        if len(set(ids)) < count or min(ids) < 0 or max(ids) >= group.blocks:
-            return None
+    if len(set(sources)) < count or len(set(targets)) < count:
+        return None
     # In the order of target memory: a page is one range of bytes, so that pages lie there as their blocks are numbered.
     pages = sorted(zip(targets, sources, range(low, high), strict=True))
-    return tuple(_join_few(piece, pages, (first, end), size) for piece in pair.pieces)
+    if pages[0][0] < 0 or pages[-1][0] >= pair.target.blocks or min(sources) < 0 or max(sources) >= pair.source.blocks:
+        return None
+    return tuple([_join_few(piece, pages, (first, end), size) for piece in pair.pieces])
 
 
 def _join_few(piece: Piece, pages: Sequence[tuple[int, int, int]], tokens: tuple[int, int], size: int) -> Numbers:

@@ -42,6 +42,9 @@ NO_RUNS: Runs = np.empty((0, 3), np.uint64)
 NO_SLOT: Numbers = np.zeros((1, 3), np.int64)
 """The slots of a strip whose places are counted from the start of both regions."""
 
+_FEW_SIZES = 64
+"""Up to so many sizes are added without NumPy, of which a sum costs as much."""
+
 _TOGETHER = 16
 """Runs that are added as one row of NumPy; measured: rows of 3 numbers are dominated by the cost per row."""
 
@@ -106,7 +109,10 @@ def count_runs(runs: Runs | Plan) -> int:
 
 def count_bytes(runs: Runs | Plan) -> int:
     """How many bytes these runs move."""
-    return runs.wire_bytes if isinstance(runs, Plan) else int(runs[:, 2].sum())
+    if isinstance(runs, Plan):
+        return runs.wire_bytes
+    sizes = runs[:, 2]
+    return sum(sizes.tolist()) if len(sizes) <= _FEW_SIZES else int(sizes.sum())
 
 
 def unroll(runs: Runs | Plan) -> Runs:
