@@ -228,6 +228,8 @@ class SourceSide:
         self._refused_here: BoundedMap[HandoffKey, tuple[str, float]] = BoundedMap(_MAX_PARKED)
         """Requests that the engine has refused before their grant came: the reason, and until when one grant is refused too."""
         self._timers = Timers(limits, clock, lambda key, now: self._look_at(self.live[key], now))
+        self._alarm_times = self._timers.times
+        self._hold_cap = limits.hold_cap
         self.aux_slots = AuxSlots(aux_area)
         self._generation = 0
         self._parked = 0
@@ -755,8 +757,11 @@ class SourceSide:
 
     def _watch(self, record: SourceRecord) -> None:
         """Set the alarm for the end of the lease, or of the time in the queue; mostly an earlier one is set already."""
+        alarm = self._alarm_times.get(record.key, math.inf)
+        if alarm <= record.lease_until and alarm <= record.capped_at:
+            return
         deadline = self._deadline(record)
-        if self._timers.set_for(record.key) <= deadline:
+        if alarm <= deadline:
             return
         if self._has_deadline(record) and self.live.get(record.key) is record:
             self._timers.set(record.key, deadline)
@@ -785,13 +790,15 @@ class SourceSide:
         What is computed in the queue does not count there: what is waited for is the target. That it is there counts once: it
         may queue for memory then, and ends before us where it has the same limits.
         """
-        stage = _STAGES.get(record.state, -1)
+        stage, furthest = _STAGES.get(record.state, -1), record.furthest
+        if stage < furthest[0]:
+            return
         is_queued, has_target = record.state is SourceState.QUEUED, record.target is not None
         done = has_target if is_queued else len(record.spans) + sum(map(len, record.moved.values())) + len(record.sums)
-        if (stage, done) > record.furthest:
+        if (stage, done) > furthest:
             is_alone = is_queued and not has_target
             record.furthest = (stage, done)
-            record.capped_at = self._clock() + (self._limits.queue_timeout if is_alone else self._limits.hold_cap)
+            record.capped_at = self._clock() + (self._limits.queue_timeout if is_alone else self._hold_cap)
 
     # Checks: pure questions about the counts of a record.
 

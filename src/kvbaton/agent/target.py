@@ -316,6 +316,8 @@ class TargetSide:
         self.card_requests = CardRequests(card, limits, clock, control)
         self._questions = Questions()
         self._timers = Timers(limits, clock, lambda key, now: self._look_at(self.live[key], now))
+        self._alarm_times = self._timers.times
+        self._hold_cap = limits.hold_cap
         self.decline_notices = DeclineNotices(limits, clock, control, self.card_requests)
         self.aux_slots = AuxSlots(card.ranks[0].aux)
         self.quarantined_blocks = 0
@@ -919,12 +921,11 @@ class TargetSide:
 
     def next_deadline(self) -> float | None:
         """When `tick` next has something to do; may be early."""
-        moments = (
-            self._timers.next_deadline(),
-            self.decline_notices.next_deadline(),
-            self.card_requests.next_deadline(),
-        )
-        return min((when for when in moments if when is not None), default=None)
+        earliest = self._timers.next_deadline()
+        for when in (self.decline_notices.next_deadline(), self.card_requests.next_deadline()):
+            if when is not None and (earliest is None or when < earliest):
+                earliest = when
+        return earliest
 
     def beat(self) -> dict[Incarnation, Heartbeat]:
         """The heartbeats that are due to sources that we wait for.
@@ -959,9 +960,16 @@ class TargetSide:
         Called after every step of it, and nearly always the alarm that is set rings first: then nothing else is looked at.
         """
         key = record.request.key
+        alarm = self._alarm_times.get(key, math.inf)
+        if (
+            alarm <= record.retry.at
+            and alarm <= record.give_up_at
+            and alarm <= record.capped_at
+            and record.state not in _CLOSING
+        ):
+            return
         is_closing = record.state in _CLOSING
         until = record.stop_until if is_closing else self._deadline(record)
-        alarm = self._timers.set_for(key)
         if alarm <= until and alarm <= record.retry.at:
             return
         if self.live.get(key) is not record:
@@ -988,15 +996,17 @@ class TargetSide:
 
     def renew_cap(self, record: TargetRecord) -> None:
         """Count the time that heartbeats of the source can gain from now, if the hand-off has got further than ever before."""
-        is_queued = record.state is TargetState.QUEUED
-        reached = (_STAGES.get(record.state, -1), self._done(record))
-        if reached > record.furthest:
+        stage, furthest = _STAGES.get(record.state, -1), record.furthest
+        if stage >= furthest[0] and (reached := (stage, self._done(record))) > furthest:
             record.furthest = reached
-            record.capped_at = self._clock() + (self._limits.queue_timeout if is_queued else self._limits.hold_cap)
+            is_queued = record.state is TargetState.QUEUED
+            record.capped_at = self._clock() + (self._limits.queue_timeout if is_queued else self._hold_cap)
 
     def _done(self, record: TargetRecord) -> int:
         """How much of it is here. Of a source that writes we see only announcements, of which a bounded number counts."""
-        done = len(record.sums) + sum(map(len, record.moved.values()))
+        done = len(record.sums)
+        for moved in record.moved.values():
+            done += len(moved)
         if record.executor is Executor.SOURCE_WRITES and record.allocation is not None:
             done += min(len(record.spans), record.allocation.tokens * len(self._layers))
         return done

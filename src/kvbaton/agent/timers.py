@@ -35,30 +35,31 @@ class Alarms(Generic[KeyT]):
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, KeyT]] = []
-        self._set: dict[KeyT, float] = {}
+        self.times: dict[KeyT, float] = {}
+        """When each alarm rings; only read elsewhere. A side looks into it after every step of every hand-off."""
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
-        return len(self._set)
+        return len(self.times)
 
     def set(self, key: KeyT, when: float) -> None:
         """Ring for `key` at `when`, or at the time already set if that is earlier."""
-        if when < self._set.get(key, float("inf")):
-            self._set[key] = when
+        if when < self.times.get(key, float("inf")):
+            self.times[key] = when
             heapq.heappush(self._heap, (when, next(self._numbers), key))
             # Dropped and replaced entries stay in the heap; without this it would grow with every hand-off that ends early.
-            if len(self._heap) > 2 * len(self._set) + _SLACK:
-                self._heap = [entry for entry in self._heap if self._set.get(entry[2]) == entry[0]]
+            if len(self._heap) > 2 * len(self.times) + _SLACK:
+                self._heap = [entry for entry in self._heap if self.times.get(entry[2]) == entry[0]]
                 heapq.heapify(self._heap)
 
     def set_for(self, key: KeyT) -> float:
         """When the alarm of `key` rings; never, without one."""
-        return self._set.get(key, math.inf)
+        return self.times.get(key, math.inf)
 
     def drop(self, key: KeyT) -> None:
         """Do not ring for `key` any more."""
-        self._set.pop(key, None)
-        if not self._set:
+        self.times.pop(key, None)
+        if not self.times:
             self._heap.clear()
 
     def ring(self, now: float) -> Iterator[KeyT]:
@@ -70,13 +71,13 @@ class Alarms(Generic[KeyT]):
         asked = next(self._numbers)
         while self._heap and self._heap[0][0] <= now and self._heap[0][1] < asked:
             when, _, key = heapq.heappop(self._heap)
-            if self._set.get(key) == when:
-                del self._set[key]
+            if self.times.get(key) == when:
+                del self.times[key]
                 yield key
 
     def next_deadline(self) -> float | None:
         """When the next alarm rings; None when there is none. May be early, never late."""
-        while self._heap and self._set.get(self._heap[0][2]) != self._heap[0][0]:
+        while self._heap and self.times.get(self._heap[0][2]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 

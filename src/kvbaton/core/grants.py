@@ -45,6 +45,7 @@ class GrantWindow:
             raise Bug(f"a window of {size} grants")
         self._size = size
         self._reach = reach
+        self._all = (1 << size) - 1
         self._high = 0
         self._used = 0
 
@@ -59,7 +60,7 @@ class GrantWindow:
             return False
         if number > self._high:
             step = min(number - self._high, self._size)
-            self._used = ((self._used << step) | 1) & ((1 << self._size) - 1)
+            self._used = ((self._used << step) | 1) & self._all
             self._high = number
             return True
         bit = 1 << (self._high - number)
@@ -80,7 +81,9 @@ class GrantWindows:
 
     def use(self, peer: Incarnation, number: int) -> bool:
         """Use `number` of `peer` up; false when it was used before, is too old to know, or is too far ahead."""
-        window = self._windows.setdefault(peer, GrantWindow(reach=self.reach))
+        window = self._windows.get(peer)
+        if window is None:
+            window = self._windows[peer] = GrantWindow(reach=self.reach)
         self._windows.touch(peer)
         return window.use(number)
 
