@@ -89,9 +89,10 @@ class Peers:
 
     def card(self, incarnation: Incarnation) -> Card | None:
         """The card of a peer, if it is known."""
-        if incarnation in self._cards:
+        card = self._cards.get(incarnation)
+        if card is not None:
             self._cards.move_to_end(incarnation)
-        return self._cards.get(incarnation)
+        return card
 
     def at(self, address: ControlAddress) -> Card | None:
         """The card of the peer that last answered at `address`."""
@@ -371,8 +372,11 @@ class Coordinator:
         """When `tick` next has something to do; None while nothing is live and no notice waits."""
         if not self.source.live and not self.target.live:
             return self.target.decline_notices.next_deadline()
-        sides = (self.source.next_deadline(), self.target.next_deadline())
-        return min(self._gone_check_at, *(when for when in sides if when is not None), self._beat_at())
+        earliest = min(self._gone_check_at, self._beat_at())
+        for when in (self.source.next_deadline(), self.target.next_deadline()):
+            if when is not None and when < earliest:
+                earliest = when
+        return earliest
 
     @property
     def beat_interval_s(self) -> float:
@@ -485,10 +489,11 @@ class Coordinator:
 def _take_alike(report: SpanReport, reports: deque[RankReport]) -> list[SpanReport]:
     """This report, and what follows it in a queue of the same kind, about the same copy on the same rank, taken from there."""
     kind, copy, rank, alike = type(report), report.copy, report.rank, [report]
+    side = report.side if isinstance(report, SpanSummed) else None
     while reports and isinstance(following := reports[0], kind) and following.rank == rank:
         if following.copy is not copy and following.copy != copy:
             break
-        if isinstance(following, SpanSummed) and isinstance(report, SpanSummed) and following.side is not report.side:
+        if side is not None and isinstance(following, SpanSummed) and following.side is not side:
             break
         reports.popleft()
         alike.append(following)

@@ -87,6 +87,9 @@ class Driver(HandoffPort):
             settings,
             observe,
         )
+        self._deadline: float | None = None
+        """When the coordinator is next due, as it was at the end of the last turn."""
+        self._knows_deadline = False
         self.errors_total = 0
         self._turns = 0
         self._busy_s = 0.0
@@ -235,19 +238,24 @@ class Driver(HandoffPort):
         """How long nothing has to be done, unless a frame, a command or a completion comes."""
         if self._ranks.has_work:
             return 0.0
-        deadlines = [self._coordinator.next_deadline(), *self._ranks.deadlines()]
+        # After a turn that has failed, what it has changed is not known.
+        deadline = self._deadline if self._knows_deadline else self._coordinator.next_deadline()
+        deadlines = [deadline, *self._ranks.deadlines()]
         now = self._clock()
         return min([_IDLE_S, *(deadline - now for deadline in deadlines if deadline is not None)])
 
     def _turn(self) -> None:
         # Cleared first: a command that is submitted from here on wakes the next turn, if this one does not take it.
         self._wakeup.clear()
-        self._take_commands()
+        self._knows_deadline = False
+        if self._commands:
+            self._take_commands()
         frames = 0
         for envelope, via in self._sockets.receive():
             frames += 1
             # The engine may have submitted something while the last frame was handled, and the next frame may be about it.
-            self._take_commands()
+            if self._commands:
+                self._take_commands()
             self._guarded(partial(self._coordinator.on_frame, envelope, via))
             if frames % self._sockets.frames_per_turn == 0:
                 # Frames hold several messages each: heartbeats that fall due do not wait for the last of a full turn.
@@ -256,17 +264,26 @@ class Driver(HandoffPort):
             self._guarded(partial(self._coordinator.target.on_refused_peer, address, reason))
         began = self._clock()
         self._guarded(self._ranks.poll)
-        self._poll_s += self._clock() - began
+        now = self._clock()
+        self._poll_s += now - began
         self._take_reports()
-        self._note_frames(frames, self._clock())
-        self._guarded(partial(self._coordinator.tick, is_behind=self._is_behind(frames, self._clock())))
-        self._take_reports()
-        if self._events or self._seems_idle():
+        self._note_frames(frames, now)
+        self._tick_if_due(frames, now)
+        if self._events or self._seems_idle(now):
             self._news()
 
-    def _seems_idle(self) -> bool:
+    def _tick_if_due(self, frames: int, now: float) -> None:
+        """Let the coordinator do what time asks of it. Most turns come long before anything is due, and find only that out."""
+        self._deadline = self._coordinator.next_deadline()
+        if self._deadline is None or self._deadline <= now:
+            self._guarded(partial(self._coordinator.tick, is_behind=self._is_behind(frames, now)))
+            self._take_reports()
+            self._deadline = self._coordinator.next_deadline()
+        self._knows_deadline = True
+
+    def _seems_idle(self, now: float) -> bool:
         """Whether the engine may be asleep: then it is woken, so that the next heartbeat shows that it does not hang."""
-        return self._clock() - self._coordinator.stepped_at > self._coordinator.beat_interval_s / 2
+        return now - self._coordinator.stepped_at > self._coordinator.beat_interval_s / 2
 
     def _note_frames(self, frames: int, now: float) -> None:
         """Note when every frame that had arrived was read: then the last turn was not full."""

@@ -46,6 +46,9 @@ _TURN_BYTES = 2 << 20
 
 _MAX_UNREACHABLE = 4096
 
+_ENDING = frozenset({CopyState.BROKEN, CopyState.STOPPING})
+"""States of a copy that end with its last batch in flight."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
@@ -83,6 +86,11 @@ class Backlog:
     def __len__(self) -> int:
         return sum(len(peer.parts) for peer in self._peers.values())
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether anything waits."""
+        return bool(self._peers)
+
     def add(self, peer: PeerRank, part: Part, now: float) -> None:
         """Offer a part at once, unless others of that peer wait already; what is refused waits."""
         waiting = self._peers.get(peer)
@@ -97,6 +105,8 @@ class Backlog:
     def offer_again(self, now: float, *, at_once: bool) -> list[tuple[CopyId, str]]:
         """Offer what is due, or everything `at_once`; returns the copies of peers of which nothing was taken for too long."""
         given_up: list[tuple[CopyId, str]] = []
+        if not self._peers:
+            return given_up
         for peer, waiting in list(self._peers.items()):
             if at_once or waiting.retry_at <= now:
                 given_up += self._offer_of(peer, waiting, now)
@@ -104,7 +114,7 @@ class Backlog:
 
     def next_deadline(self) -> float | None:
         """When `offer_again` next has something to do."""
-        return min((waiting.retry_at for waiting in self._peers.values()), default=None)
+        return min(waiting.retry_at for waiting in self._peers.values()) if self._peers else None
 
     def _offer_of(self, peer: PeerRank, waiting: _PeerBacklog, now: float) -> list[tuple[CopyId, str]]:
         try:
@@ -608,8 +618,10 @@ class RankAgent:
                 self._complete(copy, copy.moving[owner[1]], completion)
             elif (order := self._aux_reads.pop(completion.ticket, None)) is not None:
                 self._report_aux(order, completion.error)
-        self._offer_again(at_once=has_completed)
-        self._summer.work()
+        if self._backlog.has_parts:
+            self._offer_again(at_once=has_completed)
+        if self._summer.has_work:
+            self._summer.work()
 
     # Copies.
 
@@ -735,7 +747,7 @@ class RankAgent:
         self._settle(copy)
 
     def _settle(self, copy: _Copy) -> None:
-        if copy.is_drained and copy.state in (CopyState.BROKEN, CopyState.STOPPING):
+        if copy.state in _ENDING and copy.is_drained:
             self._step(copy, CopyEvent.DRAINED)
 
     def _step(self, copy: _Copy, event: CopyEvent, moving: _Moving | None = None) -> None:
@@ -773,13 +785,11 @@ class RankAgent:
         parts = [(span.end_token - span.first_token) * (span.end_layer - span.first_layer) for span in moving.spans]
         count = sum(parts) or 1
         done = planned_before = moved_before = 0
+        report, rank, span_moved = self._report, self.rank, rank_orders.SpanMoved
         for span, part in zip(moving.spans, parts, strict=True):
             done += part
             planned_here, moved_here = planned * done // count, moved * done // count
-            report = rank_orders.SpanMoved(
-                copy_id, self.rank, span.number, planned_here - planned_before, moved_here - moved_before
-            )
-            self._report(report)
+            report(span_moved(copy_id, rank, span.number, planned_here - planned_before, moved_here - moved_before))
             planned_before, moved_before = planned_here, moved_here
 
 

@@ -278,6 +278,8 @@ class ControlSockets:
 
         Where no peer of ours ever answered we hang up, so that nothing connects there again by itself.
         """
+        if not self._refusals:
+            return []
         refusals = list(self._refusals.items())
         self._refusals.clear()
         for address, _ in refusals:
@@ -323,9 +325,10 @@ class ControlSockets:
     def _reconnect(self) -> float:
         """Connect where frames wait for it; for how long nothing of that is due."""
         self._lookups.clear()
-        now, due = time.monotonic(), float("inf")
+        due = float("inf")
         if not self._queued_bytes:
             return due
+        now = time.monotonic()
         for dialled in list(self._dialled.values()):
             if dialled.connection is not None or not dialled.frames:
                 continue
