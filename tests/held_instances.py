@@ -6,7 +6,7 @@ Run as a program, this file is the process of such an instance.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -194,8 +194,8 @@ class HeldSource(SourceTask):
         """Hand-offs that pause."""
         return sum(key in self.live for key in self._paused)
 
-    def announce(self, key: HandoffKey, first: int, end: int) -> None:
-        super().announce(key, first, end if self.hold.spans is None else self.hold.spans)
+    def announce(self, keys: Sequence[HandoffKey], first: int, end: int) -> None:
+        super().announce(keys, first, end if self.hold.spans is None else self.hold.spans)
 
     def offer(self, key: HandoffKey) -> None:
         if self.hold.spans is None:
@@ -208,7 +208,7 @@ class HeldSource(SourceTask):
         announced, self.hold = self.hold.spans or 0, NO_HOLD
         while self._paused:
             if (key := self._paused.popleft()) in self.live:
-                self.announce(key, announced, len(self.spans))
+                self.announce([key], announced, len(self.spans))
                 self.offer(key)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from held_instances import CancelTask, Free, HeldProcess, HeldSettings, Hold, Lift, SetFaults, SetHold
-from kvbaton.bench.bare.instance import BareSettings, Task
+from kvbaton.bench.bare.instance import BareSettings, Ended, Task
 from kvbaton.bench.bare.process import BareProcess, Relay
 from kvbaton.core.handoff import Mode
 from kvbaton.errors import LocalError
@@ -56,6 +56,26 @@ def test_hand_offs_land_whole_and_all_blocks_come_back(pair: Pair, relay: Relay,
     for process in pair:
         gauges = process.gauges()
         assert (gauges.blocks_in_use, gauges.live, gauges.foreign_bytes, gauges.errors_total) == (0, 0, 0, 0)
+
+
+class CountingRelay(Relay):
+    """Counts the reports of ends that it takes."""
+
+    reports = 0
+
+    def _take_reports(self, process: BareProcess) -> None:
+        self.reports += sum(isinstance(report, Ended) for report in process.reports)
+        super()._take_reports(process)
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 3600.0])
+def test_ends_are_reported_as_they_come_or_together_and_never_kept_back_for_good(wait_s: float) -> None:
+    settings = BareSettings(64, TOKENS, report_s=wait_s)
+    with BareProcess("source", settings) as source, BareProcess("target", settings) as target:
+        relay = CountingRelay([source, target])
+        run(relay, Task("together", Mode.PUSH, 20, 1, TOKENS, 32))
+        assert outcomes(relay, "together") == {"delivered"}
+    assert (relay.reports == 2) is (wait_s > 0)
 
 
 HOLDS = {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import logging
 import os
 import select
@@ -15,7 +16,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,7 +24,7 @@ import msgspec
 
 from kvbaton.agent import engine_port
 from kvbaton.agent.channel import Channel, ChannelClosed
-from kvbaton.agent.engine_port import AgentStats, Allocation, EngineEvent, HandoffPort, Offer, SourceRequest
+from kvbaton.agent.engine_port import AgentStats, Allocation, EngineEvent, HandoffPort, Offer, SourceRequest, SpansReady
 from kvbaton.bench.bare.pages import SMALL, BarePool, TaggedPages, spans_of
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings
 from kvbaton.core.addresses import ControlAddress
@@ -64,12 +65,13 @@ _IDLE_MS = 5_000
 
 
 class BareSettings(msgspec.Struct, frozen=True):
-    """Everything that a bare instance is started with."""
+    """Everything that a bare instance is started with. `report_s` is for how long ends wait to be reported with others."""
 
     blocks: int
     most_tokens: int
     transport: str = "local"
     handoff: HandoffSettings = DEFAULT_HANDOFF
+    report_s: float = 0.0
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -191,6 +193,11 @@ class _BareTask:
     ends: list[HandoffEnd] = field(default_factory=list)
     next_index: int = 0
 
+    @property
+    def is_over(self) -> bool:
+        """Whether every hand-off was begun and has ended."""
+        return self.next_index >= self.task.count and not self.live
+
     def on_ended(self, event: engine_port.SourceEnded | engine_port.TargetEnded) -> None:
         """A source is done, or nothing landed at a target: the blocks are back."""
         if event.key in self.live:
@@ -235,28 +242,31 @@ class SourceTask(_BareTask):
                 self._ready.append(key)
 
     def compute(self, most: int) -> bool:
-        """Compute and offer at most so many hand-offs; whether there was one."""
-        for _ in range(most):
-            if not self._ready:
-                return False
-            key = self._ready.popleft()
-            if key in self.live:
-                self.announce(key, 0, len(self.spans))
+        """Compute and offer at most so many hand-offs, in one step; whether there may be more.
+
+        As engines compute: a layer of all of them, then the next one, and one call announces what is new of all.
+        """
+        taken = [self._ready.popleft() for _ in range(min(most, len(self._ready)))]
+        if keys := [key for key in taken if key in self.live]:
+            self.announce(keys, 0, len(self.spans))
+            for key in keys:
                 self.offer(key)
-        return True
+        return len(taken) == most
 
     def on_granted(self, event: engine_port.Granted) -> None:
         """A target has blocks: its turn will come."""
         if event.key in self.live and self.waits_for_grant:
             self._ready.append(event.key)
 
-    def announce(self, key: HandoffKey, first: int, end: int) -> None:
-        """Compute these spans of a hand-off; in push, its target is notified of each."""
-        blocks = self.live[key].blocks
+    def announce(self, keys: Sequence[HandoffKey], first: int, end: int) -> None:
+        """Compute these spans of some hand-offs; in push, their targets are notified of each."""
+        write, is_push = self.books.pages.write, self.task.mode is Mode.PUSH
+        lives = [(key, self.live[key].blocks) for key in keys]
         for span in self.spans[first:end]:
-            self.books.pages.write(key, blocks, span)
-            if self.task.mode is Mode.PUSH:
-                self.books.port.spans_ready(key, blocks, (span,))
+            for key, blocks in lives:
+                write(key, blocks, span)
+            if is_push:
+                self.books.port.spans_ready_all([SpansReady(key, blocks, (span,)) for key, blocks in lives])
 
     def offer(self, key: HandoffKey) -> None:
         """The cache is complete."""
@@ -313,6 +323,7 @@ class BareInstance:
 
     def __init__(self, settings: BareSettings, send: Callable[[Report], None], news: Callable[[], None]) -> None:
         self._send = send
+        self.report_s = settings.report_s
         self.incarnation = new_incarnation()
         pages = TaggedPages(SMALL, settings.blocks, settings.most_tokens)
         self.driver = self.open_driver(settings, pages, news)
@@ -335,7 +346,7 @@ class BareInstance:
         """Stop in good order: cancel what is live, notify the peers, and report how each hand-off ended."""
         self.driver.close()
         self._take_events()
-        self._report()
+        self._report(at_once=True)
 
     def take(self, order: Order) -> None:
         """Carry out an order."""
@@ -390,13 +401,19 @@ class BareInstance:
             case engine_port.Drained():
                 pass
 
-    def _report(self) -> None:
+    @property
+    def has_unreported(self) -> bool:
+        """Whether ends wait to be reported with others."""
+        return any(task.ends for task in (*self.sources.values(), *self.targets.values()))
+
+    def _report(self, *, at_once: bool = False) -> None:
+        """Report offers at once, because targets wait for them, and ends as the settings have it."""
         for name, source in self.sources.items():
             if source.offered != self._reported_offers.get(name):
                 self._reported_offers[name] = source.offered
                 self._send(Offered(name, source.offered))
         for task in (*self.sources.values(), *self.targets.values()):
-            if task.ends:
+            if task.ends and (at_once or task.is_over or time.monotonic() - task.ends[0].at >= self.report_s):
                 ends, task.ends = task.ends, []
                 self._send(Ended(task.task.name, ends))
 
@@ -419,9 +436,13 @@ class _Child:
         signal.signal(signal.SIGTERM, self._stop)
         with contextlib.suppress(ChannelClosed):
             self._instance.start()
+            # As vLLM and SGLang do once they are up: what is there stays, and is not looked through again and again.
+            gc.collect()
+            gc.freeze()
             more = True
             while not self._is_over:
-                for fd, _ in self._poll.poll(0 if more else _IDLE_MS):
+                wait_ms = self._instance.report_s * 1e3 if self._instance.has_unreported else _IDLE_MS
+                for fd, _ in self._poll.poll(0 if more else wait_ms):
                     if fd == self._channel.fileno():
                         self._take_orders()
                 with contextlib.suppress(BlockingIOError):

@@ -64,9 +64,9 @@ SMALL = CacheShape()
 
 
 @functools.lru_cache(maxsize=8192)
-def _tag_of(key: HandoffKey) -> np.uint32:
-    """What is added to every word of this hand-off's cache."""
-    return np.uint32(zlib.crc32(str(key).encode()) | 1)
+def _tag_of(key: HandoffKey) -> Words:
+    """What is added to every word of this hand-off's cache: an array of one, which NumPy need not convert each time."""
+    return np.array(zlib.crc32(str(key).encode()) | 1, np.uint32)
 
 
 def spans_of(shape: CacheShape, tokens: int, chunk_tokens: int) -> tuple[Span, ...]:
@@ -92,6 +92,11 @@ class TaggedPages:
         places = (shape.layers, _PLANES, shape.blocks_for(most_tokens), *page)
         count = int(np.prod(places, dtype=np.int64))
         self._places: Words = (np.arange(count, dtype=np.uint64) * _ODD).astype(np.uint32).reshape(places)
+        # Both planes of a page of one layer, by layer and page: to slice them anew costs twice what it costs to fill them.
+        self._pages = [[self.data[layer, :, block] for block in range(blocks)] for layer in range(shape.layers)]
+        self._page_places = [[self._places[layer, :, page] for page in range(places[2])] for layer in range(shape.layers)]
+        self._first_words = self.data[:, :, :, 0]
+        self._first_places = np.ascontiguousarray(self._places[:, :, :, 0])
 
     @property
     def region(self) -> Region:
@@ -116,10 +121,12 @@ class TaggedPages:
 
         Page by page: a span has few, and lists as indices cost more than all that the agents do for it.
         """
-        size, tag = self.shape.block_tokens, _tag_of(key)
-        layers = slice(span.first_layer, span.end_layer)
-        for page in range(span.first_token // size, self.shape.blocks_for(span.end_token)):
-            np.add(self._places[layers, :, page], tag, out=self.data[layers, :, blocks[0][page]])
+        size, tag, ids = self.shape.block_tokens, _tag_of(key), blocks[0]
+        numbers = range(span.first_token // size, self.shape.blocks_for(span.end_token))
+        for layer in range(span.first_layer, span.end_layer):
+            pages, places = self._pages[layer], self._page_places[layer]
+            for number in numbers:
+                np.add(places[number], tag, pages[ids[number]])
 
     def foreign_bytes(self, key: HandoffKey, blocks: BlockLists, tokens: int) -> int:
         """How many bytes of the first `tokens` tokens are not those of `key`, and how many beyond them are no longer poison."""
@@ -132,9 +139,9 @@ class TaggedPages:
 
     def foreign_sample(self, key: HandoffKey, blocks: BlockLists, tokens: int) -> int:
         """How many bytes of the first token of each block, in all layers and planes, are not those of `key`; cheap."""
-        ids = np.asarray(blocks[0][: self.shape.blocks_for(tokens)], np.intp)
-        wanted = self._places[:, :, : len(ids), 0] + _tag_of(key)
-        return int(np.count_nonzero(self.data[:, :, ids, 0] != wanted)) * 4
+        ids = np.array(blocks[0][: self.shape.blocks_for(tokens)], np.intp)
+        wanted = self._first_places[:, :, : len(ids)] + _tag_of(key)
+        return int(np.count_nonzero(self._first_words[:, :, ids] != wanted)) * 4
 
 
 class BarePool:

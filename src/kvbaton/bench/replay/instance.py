@@ -383,7 +383,7 @@ class ReplayedSource(SourceTask):
             return False
         key = self._ready[0]
         if self._next_span < len(self.spans):
-            self.announce(key, self._next_span, self._next_span + 1)
+            self.announce([key], self._next_span, self._next_span + 1)
             self._next_span += 1
         else:
             self._ready.clear()
@@ -632,7 +632,8 @@ class ReplayInstance(BareInstance):
             case _:
                 super()._take_event(event)
 
-    def _report(self) -> None:
+    def _report(self, *, at_once: bool = True) -> None:
+        del at_once  # always
         for task in self._tasks:
             if isinstance(task, ReplayedSource) and task.offered and self._reported_offers.get(task.task.name) != task.number:
                 self._reported_offers[task.task.name] = task.number
