@@ -111,10 +111,15 @@ class DeclineNotices:
         for notice in [each for each in self._waiting.values() if each.source == source]:
             self._transmit(notice)
 
-    def on_refused_peer(self, address: ControlAddress) -> None:
-        """The peer at `address` is not one of ours: no source is left to notify."""
-        for key in [key for key, each in self._waiting.items() if each.source is None and each.request.source == address]:
-            self.forget(key)
+    def on_refused_peer(self, address: ControlAddress, source: Incarnation | None = None) -> None:
+        """The peer at `address` is not one of ours. One that has shown who it is gets each notice once: its engine may have
+        the request, too, and would wait for us. None is repeated, because a refused peer owes no answer.
+        """
+        for notice in [each for each in self._waiting.values() if each.source is None and each.request.source == address]:
+            self.forget(notice.request.key)
+            if source is not None:
+                notice.source = source
+                self._transmit(notice)
 
     def on_peer_gone(self, source: Incarnation) -> None:
         """A source is gone, and its blocks with it."""

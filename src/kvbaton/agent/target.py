@@ -633,7 +633,7 @@ class TargetSide:
         until `queue_timeout`. None is repeated, because a refused peer owes no answer.
         """
         self.card_requests.on_answer(address)
-        self.decline_notices.on_refused_peer(address)
+        self.decline_notices.on_refused_peer(address, source)
         for record in self._waiting_for(address):
             record.peer_is_quiet = True
             self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, reason)

@@ -1,7 +1,7 @@
 """Drills: small runs built round one kind of trouble, only its timing left to chance. Random runs meet these too rarely.
 
-The run of more than every second seed is a drill. They are in three lists, of which two have every fourth seed and the last one
-every eighth: one that is added to a list changes the runs of that list only.
+The run of two seeds in three is a drill. They are in four lists, of which two have every fourth seed and the others every
+eighth: one that is added to a list changes the runs of that list only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvbaton.sim.script import Fault, FaultKind, RequestScript, Script, make_scr
 from kvbaton.sim.vllm_script import make_vllm_script
 from kvbaton.transport.base import LateWrites
 
-__all__ = ["DRILLS", "EDGES", "SCENES", "drill_of_seed", "script_of_seed"]
+__all__ = ["CORNERS", "DRILLS", "EDGES", "SCENES", "drill_of_seed", "script_of_seed"]
 
 _FLOW_S = 0.05
 """About how long an undisturbed flow takes when its target has the request."""
@@ -59,6 +59,8 @@ def _has_vllm(seed: int) -> bool:
 
 
 def _drills_of(seed: int) -> tuple[Drill, ...]:
+    if seed % 16 in (6, 12):
+        return CORNERS
     return EDGES if seed % 8 == 2 else {1: SCENES, 3: DRILLS}.get(seed % 4, ())
 
 
@@ -846,6 +848,413 @@ def _stops_for_long(rng: random.Random) -> Script:
     then = Fault(kind, at_s + rng.uniform(0.0, 0.05), number=0)
     return msgspec.structs.replace(script, faults=(paused, then), rank_lag_s=rng.choice((0.001, 0.05)))
 
+
+def _strangers(rng: random.Random) -> Script:
+    """One instance serves another model: what is sent between it and the others fails by name at once, the rest goes on."""
+    requests = tuple(
+        _request(
+            rng,
+            rng.choice((Mode.PUSH, Mode.PUSH, Mode.PULL)),
+            tokens=rng.randint(2, 4),
+            prefill=rng.randrange(2),
+            decode=rng.randrange(2),
+            at_s=rng.choice((0.0, 0.1)) * number,
+            decode_delay_s=rng.choice((0.0, 0.005, 0.1)),
+            prefill_delay_s=rng.choice((0.0, 0.0, 0.1)),
+        )
+        for number in range(rng.randint(3, 6))
+    )
+    script = _stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    refused = Fault(FaultKind.REFUSE, rng.choice((0.0, 0.1)), who=rng.choice(("d0", "d1")), number=rng.randint(1, 2))
+    return msgspec.structs.replace(
+        script,
+        requests=requests,
+        faults=(refused,)[: rng.randint(0, 1)],
+        prefills=2,
+        decodes=2,
+        strangers=(rng.choice(("p0", "p1", "d0", "d1")),),
+        move_s=0.01,
+        router_cancels=0.0,
+    )
+
+
+def _comes_back_as_another(rng: random.Random) -> Script:
+    """A source restarts with another model, while requests for it are refused at their target, or wait there."""
+    requests = tuple(
+        _request(
+            rng, rng.choice((Mode.PUSH, Mode.PUSH, Mode.PULL)), tokens=2, prefill=rng.choice((0, 0, 0, 1)), at_s=0.12 * number
+        )
+        for number in range(8)
+    )
+    script = _stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    faults = (
+        Fault(FaultKind.RESTART, rng.uniform(0.1, 0.4), who="p0"),
+        Fault(FaultKind.REFUSE, rng.uniform(0.0, 0.5), who="d0", number=rng.randint(1, 2)),
+        Fault(FaultKind.REFUSE, rng.uniform(0.3, 0.8), who="d0", number=1),
+        Fault(FaultKind.CUT, rng.uniform(0.0, 0.5), who="d0", other="p0", for_s=rng.choice((0.1, 0.3))),
+    )
+    return msgspec.structs.replace(
+        script,
+        requests=requests,
+        faults=faults[: rng.randint(2, 4)],
+        prefills=2,
+        strangers=("p0+",),
+        move_s=0.01,
+        step_s=0.005,
+        one_host=rng.random() < 0.3,
+        router_cancels=0.0,
+    )
+
+
+def _late_cards(rng: random.Random) -> Script:
+    """A source answers and dies, and its card is late. Meanwhile requests name its successor, or are refused."""
+    first = _request(rng, Mode.PUSH, tokens=3, retries=rng.choice((0, 1)), retry_after_s=0.3)
+    later = tuple(
+        _request(rng, rng.choice((Mode.PULL, Mode.PULL, Mode.PUSH)), tokens=2, at_s=rng.uniform(0.22, 0.6))
+        for _ in range(rng.randint(2, 4))
+    )
+    script = _stage(rng, writes=rng.random() < 0.5, request=first)
+    if rng.random() < 0.5:
+        # It names the process that is about to die.
+        later += (_request(rng, Mode.PULL, tokens=1, decode_delay_s=rng.uniform(0.25, 0.8)),)
+    is_cut = rng.random() < 0.7
+    slow_s = 0.008 if is_cut else rng.uniform(0.05, 0.15)
+    faults = (
+        Fault(FaultKind.SLOW, 0.0, who="p0", other="d0", for_s=slow_s, number=rng.randint(1, 2)),
+        Fault(FaultKind.RESTART, slow_s * (1.0 if is_cut else rng.uniform(0.3, 1.0)), who="p0"),
+        Fault(FaultKind.CUT, slow_s + (0.0 if is_cut else 0.15), who="d0", other="p0", for_s=rng.choice((0.3, 0.6, 1.2))),
+        Fault(FaultKind.REFUSE, rng.uniform(0.0, 0.6), who="d0", number=1),
+        Fault(FaultKind.REFUSE, rng.uniform(0.2, 0.7), who="d0", number=1),
+    )
+    count = rng.randint(3, 5) if is_cut else rng.randint(2, 5)
+    return msgspec.structs.replace(
+        script,
+        requests=(first, *later),
+        faults=faults[:count],
+        one_host=rng.random() < 0.2,
+        step_s=0.002,
+        move_s=0.01,
+        router_cancels=rng.choice((0.0, 0.7)),
+    )
+
+
+def _notices_of_the_dead(rng: random.Random) -> Script:
+    """A target refuses requests of a source that has died, and of another one that it does not reach: the first is given up
+    when its successor answers, the other is notified in the end.
+    """
+    known = tuple(_request(rng, Mode.PUSH, tokens=1, prefill=number) for number in range(2))
+    refused = tuple(
+        _request(rng, rng.choice((Mode.PUSH, Mode.PUSH, Mode.PULL)), tokens=2, prefill=number % 2, at_s=0.3 + 0.02 * number)
+        for number in range(rng.randint(2, 5))
+    )
+    later = _request(rng, Mode.PUSH, tokens=2, at_s=rng.uniform(0.5, 0.7))
+    script = _stage(rng, writes=rng.random() < 0.5, request=known[0])
+    faults = (
+        Fault(FaultKind.RESTART, rng.uniform(0.28, 0.34), who="p0"),
+        Fault(FaultKind.REFUSE, 0.25, who="d0", number=1),
+        Fault(FaultKind.REFUSE, 0.25, who="d0", number=1),
+        Fault(FaultKind.REFUSE, 0.25, who="d0", number=1),
+        Fault(FaultKind.CUT, 0.25, who="d0", other="p1", for_s=rng.choice((0.5, 1.0))),
+        Fault(FaultKind.CUT, 0.25, who="p1", other="d0", for_s=0.5),
+    )
+    return msgspec.structs.replace(
+        script,
+        requests=(*known, *refused, later),
+        faults=faults[: rng.randint(3, 6)],
+        prefills=2,
+        one_host=rng.random() < 0.3,
+        move_s=0.005,
+        step_s=0.005,
+        router_cancels=0.0,
+    )
+
+
+def _neighbour_dies(rng: random.Random) -> Script:
+    """One of two sources restarts, and is replaced or found dead. What the other one hands over goes on."""
+    long = tuple(_request(rng, Mode.PUSH, tokens=6, chunk=1, prefill=1, at_s=0.1 * number) for number in range(2))
+    others = tuple(
+        _request(rng, rng.choice(list(Mode)), tokens=rng.choice((1, 6)), chunk=1, at_s=at_s) for at_s in (0.0, 0.05, 0.5, 0.7)
+    )
+    script = _stage(rng, writes=rng.random() < 0.5, request=long[0])
+    dies = Fault(rng.choice((FaultKind.RESTART, FaultKind.CRASH)), rng.uniform(0.1, 0.45), who="p0", for_s=2.0)
+    return msgspec.structs.replace(
+        script,
+        requests=(*long, *others),
+        faults=(dies,),
+        prefills=2,
+        layers=2,
+        step_s=0.1,
+        move_s=rng.choice((0.02, 0.1)),
+        rank_lag_s=rng.choice((0.0, 0.01)),
+        router_cancels=0.0,
+    )
+
+
+def _busy_peers(rng: random.Random) -> Script:
+    """More peers than cards are kept of them, while hand-offs with some go on: their cards stay, the longest unused goes."""
+    long = _request(rng, rng.choice((Mode.PUSH, Mode.PUSH, Mode.PULL)), tokens=6, chunk=1)
+    others = tuple(
+        _request(
+            rng, rng.choice(list(Mode)), tokens=1, prefill=rng.randint(1, 3), decode=rng.randrange(3), at_s=0.05 + 0.45 * number
+        )
+        for number in range(8)
+    )
+    script = _stage(rng, writes=rng.random() < 0.5, request=long)
+    return msgspec.structs.replace(
+        script,
+        requests=(long, *others),
+        prefills=4,
+        decodes=3,
+        layers=2,
+        move_s=0.02,
+        step_s=0.12,
+        most_peers=rng.choice((2, 3)),
+    )
+
+
+def _no_room_for_peers(rng: random.Random) -> Script:
+    """So few cards are kept that a peer is refused while hand-offs with others go on; later ones are taken."""
+    requests = tuple(
+        _request(rng, Mode.PUSH, tokens=3, prefill=rng.randrange(3), decode=rng.randrange(2), at_s=0.03 * number, retries=2)
+        for number in range(5)
+    )
+    script = _stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    names = ("p0", "p1", "p2", "d0", "d1")
+    excuses = tuple(Fault(FaultKind.COPY_FAILS, 0.0, who=name) for name in names)
+    refused = tuple(Fault(FaultKind.REFUSE, rng.uniform(0.0, 0.2), who=name, number=1) for name in names[3:])
+    cut = Fault(FaultKind.CUT, rng.uniform(0.0, 0.2), who=rng.choice(names[3:]), other=rng.choice(names[:3]), for_s=0.3)
+    return msgspec.structs.replace(
+        script, requests=requests, faults=(*excuses, *refused, cut), prefills=3, decodes=2, step_s=0.02, most_peers=1
+    )
+
+
+def _another_release(rng: random.Random) -> Script:
+    """A source of another release answers: its refusals and cards say less, or more, than ours, and mean the same."""
+    script = _two_targets(rng)
+    other = Fault(FaultKind.STRAY, 0.0, who="p0", other="release")
+    return msgspec.structs.replace(script, faults=(other,))
+
+
+def _engine_errs(rng: random.Random) -> Script:
+    """Engines call twice, too late, or for what they never asked for: nothing of that changes what is live."""
+    requests = tuple(
+        _request(
+            rng,
+            rng.choice(list(Mode)),
+            tokens=rng.randint(2, 4),
+            chunk=1,
+            at_s=0.03 * number,
+            decode_delay_s=rng.choice((0.0, 0.05)),
+            prefill_delay_s=rng.choice((0.0, 0.05)),
+        )
+        for number in range(rng.randint(1, 4))
+    )
+    script = _stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    faults = tuple(
+        Fault(FaultKind.STRAY, rng.uniform(0.0, 0.3), who=rng.choice(("p0", "d0")), other="engine", number=rng.randrange(6))
+        for _ in range(12)
+    )
+    return msgspec.structs.replace(
+        script,
+        requests=requests,
+        faults=faults,
+        step_s=0.01,
+        move_s=0.02,
+        decode_blocks=rng.choice((4, 24)),
+        integrity=rng.choice(list(Integrity)),
+        aux_channel=_aux(rng),
+    )
+
+
+def _engine_contradicts_itself(rng: random.Random) -> Script:
+    """A prefill engine offers less or more of a cache than it has reported: that hand-off fails by name, the others go on."""
+    script = _engine_errs(rng)
+    wrong = Fault(FaultKind.STRAY, rng.uniform(0.0, 0.15), who="p0", other="engine", number=0, is_whole=True)
+    return msgspec.structs.replace(script, faults=(*script.faults[:3], wrong))
+
+
+def _aux_under_way(rng: random.Random) -> Script:
+    """A hand-off ends while its aux record is being read, or one of the two sides has no area to read it from or to."""
+    requests = tuple(
+        _request(
+            rng, rng.choice(list(Mode)), tokens=rng.randint(1, 3), chunk=2, at_s=0.05 * number, retries=1, retry_after_s=0.02
+        )
+        for number in range(rng.randint(2, 3))
+    )
+    script = msgspec.structs.replace(
+        _stage(rng, writes=rng.random() < 0.5, request=requests[0]), move_s=rng.choice((0.03, 0.1))
+    )
+    if rng.random() < 0.35:
+        areas = rng.choice((("p0",), ("d0",), ("p0", "d0")))
+        return msgspec.structs.replace(script, requests=requests, aux_channel=AuxChannel.DATA, without_area=areas)
+    kinds = (FaultKind.CANCEL_TARGET, FaultKind.CANCEL_TARGET, FaultKind.CANCEL_SOURCE, FaultKind.CUT)
+    faults = tuple(
+        Fault(rng.choice(kinds), rng.uniform(0.0, 0.25), who="p0", other="d0", for_s=2.5, number=number)
+        for number in range(len(requests))
+    )
+    return msgspec.structs.replace(script, requests=requests, faults=faults, aux_channel=AuxChannel.DATA)
+
+
+def _every_grant_stale(rng: random.Random) -> Script:
+    """Whatever number a target gives its grants, its source refuses it: that ends, by name. Afterwards all is well."""
+    request = _request(rng, rng.choice(list(Mode)), tokens=2)
+    script = _stage(rng, writes=rng.random() < 0.5, request=request)
+    later = _request(rng, request.mode, tokens=2, at_s=0.6)
+    faults = (
+        Fault(FaultKind.BAD_GRANT, 0.0, who="d0", number=rng.choice((24, 40))),
+        # Of a release that does not name the number that it refuses; otherwise the refusal would be about another one.
+        Fault(FaultKind.STRAY, 0.0, who="p0", other="release"),
+    )
+    return msgspec.structs.replace(script, requests=(request, later), faults=faults, move_s=0.01)
+
+
+def _many_beside_one(rng: random.Random) -> Script:
+    """Nothing goes wrong; while one hand-off goes on for long, many others come and go, and leave their alarms behind."""
+    long = _request(rng, rng.choice(list(Mode)), tokens=6, chunk=1)
+    others = tuple(
+        _request(rng, rng.choice(list(Mode)), tokens=1, at_s=0.02 + 0.012 * number) for number in range(rng.randint(75, 90))
+    )
+    script = _stage(rng, writes=rng.random() < 0.5, request=long)
+    return msgspec.structs.replace(
+        script, requests=(long, *others), ranks=1, layers=1, move_s=0.002, step_s=0.25, decode_s=0.01, prefill_blocks=40
+    )
+
+
+def _fenced_between(rng: random.Random) -> Script:
+    """A source that does not stop is fenced rank by rank, while its target begins to read something else from it."""
+    first = _request(rng, Mode.PUSH, tokens=4, chunk=1)
+    later = tuple(_request(rng, Mode.PULL, tokens=2, at_s=rng.uniform(0.0, 1.2)) for _ in range(4))
+    script = msgspec.structs.replace(_stage(rng, writes=True, request=first), step_s=0.2, ranks=2)
+    at_s = rng.uniform(0.1, 0.5)
+    faults = (
+        Fault(FaultKind.CUT, at_s, who="d0", other="p0", for_s=0.45),
+        Fault(FaultKind.CANCEL_TARGET, at_s + 1e-4, number=0),
+        Fault(FaultKind.PAUSE_RANK, at_s + 0.3, who="d0", for_s=rng.choice((0.4, 1.0)), number=rng.randint(0, 1)),
+        Fault(FaultKind.STALL, at_s, who="p0", for_s=2.0, number=rng.randint(0, 1)),
+    )
+    return msgspec.structs.replace(
+        script,
+        requests=(first, *later),
+        faults=faults,
+        rank_lag_s=rng.choice((0.01, 0.05, 0.1)),
+        integrity=rng.choice(list(Integrity)),
+        router_cancels=0.0,
+    )
+
+
+def _asked_too_early(rng: random.Random) -> Script:
+    """Sources that write are asked for a confirmation although they never are, while they still sum and write."""
+    requests = tuple(_request(rng, Mode.PUSH, tokens=rng.randint(1, 3), chunk=1, at_s=0.1 * number) for number in range(3))
+    script = _stage(rng, writes=True, request=requests[0])
+    strays = Fault(FaultKind.STRAY, 0.0, who="p0", number=30)
+    return msgspec.structs.replace(
+        script,
+        requests=requests,
+        faults=(strays,),
+        integrity=rng.choice((Integrity.FULL, Integrity.SAMPLED)),
+        rank_lag_s=rng.choice((0.005, 0.02)),
+        move_s=rng.choice((0.05, 0.2)),
+        step_s=0.005,
+    )
+
+
+def _lost_among_others(rng: random.Random) -> Script:
+    """One message is lost among those of many hand-offs of a pair, all of which are answered."""
+    requests = tuple(
+        _request(rng, rng.choice((Mode.PUSH, Mode.PUSH, Mode.PULL)), tokens=rng.randint(1, 3), at_s=0.011 * number)
+        for number in range(rng.randint(12, 20))
+    )
+    script = _stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    who, other = rng.choice((("p0", "d0"), ("d0", "p0"), ("d0", "p0")))
+    lost = Fault(FaultKind.LOSE, rng.uniform(0.01, 0.2), who=who, other=other, number=1)
+    return msgspec.structs.replace(
+        script, requests=requests, faults=(lost,), ranks=1, move_s=0.002, step_s=0.002, prefill_blocks=40, decode_blocks=40
+    )
+
+
+def _behind_others(rng: random.Random) -> Script:
+    """Nothing goes wrong; a source with room for one request answers about that one, while others wait behind it."""
+    first = _request(rng, Mode.PUSH, tokens=6, chunk=1)
+    others = tuple(_request(rng, Mode.PUSH, tokens=rng.randint(1, 6), at_s=0.01 * number) for number in range(1, 4))
+    script = _stage(rng, writes=rng.random() < 0.5, request=first)
+    return msgspec.structs.replace(
+        script, requests=(first, *others), prefill_blocks=6, move_s=0.002, step_s=rng.choice((0.03, 0.06))
+    )
+
+
+def _sums_fail(rng: random.Random) -> Script:
+    """Of several spans that were summed together one could not be."""
+    request = _request(rng, rng.choice(list(Mode)), tokens=rng.randint(2, 4), retries=1)
+    script = _stage(rng, writes=rng.random() < 0.5, request=request)
+    fails = Fault(FaultKind.COPY_FAILS, rng.uniform(0.0, 0.6) * _moving(script)[1], who=rng.choice(("p0", "d0")), is_whole=True)
+    return msgspec.structs.replace(
+        script, faults=(fails,), integrity=Integrity.FULL, layers=2, rank_lag_s=rng.choice((0.0, 0.02)), step_s=0.002
+    )
+
+
+def _both_ways(rng: random.Random) -> Script:
+    """Two instances with both roles hand off to each other under the same transfer id: neither takes one for the other."""
+    script = make_engine_script(rng.randrange(1 << 30))
+    while script.requests[0].mode is not Mode.PUSH or script.faults:
+        script = make_engine_script(rng.randrange(1 << 30))
+    first = msgspec.structs.replace(script.requests[0], prefill=0, decode=0, is_turned=False, transfer_id="same", retries=0)
+    again = msgspec.structs.replace(first, is_turned=True, at_s=first.at_s + rng.choice((0.0, 0.005)))
+    caches = tuple(msgspec.structs.replace(each, blocks=60) for each in script.caches)
+    return msgspec.structs.replace(script, requests=(first, again), loads=(), caches=caches)
+
+
+def _stolen_early(rng: random.Random) -> Script:
+    """A grant for another prompt of the same transfer id waits at a source when its own request comes."""
+    first = _request(rng, Mode.PUSH, tokens=rng.randint(2, 4), transfer_id="same", prefill_delay_s=0.1, decode_delay_s=0.3)
+    again = _request(rng, Mode.PUSH, tokens=rng.randint(2, 4), decode=1, steal_id=0, transfer_id="same", prefill_delay_s=1.0)
+    script = _stage(rng, writes=rng.random() < 0.5, request=first)
+    return msgspec.structs.replace(script, requests=(first, again), decodes=2, step_s=0.05, move_s=0.01, router_cancels=0.0)
+
+
+def _gaps(rng: random.Random) -> Script:
+    """Announcements overtake each other while what was retracted still moves: then spans with gaps between them are moved."""
+    request = _request(rng, Mode.PUSH, tokens=rng.choice((2, 4)), chunk=2)
+    script = _stage(rng, writes=False, request=request)
+    preempted = Fault(FaultKind.PREEMPT, rng.uniform(0.015, 0.04), who="p0")
+    slow = Fault(FaultKind.SLOW, preempted.at_s, who="p0", other="d0", for_s=0.3, number=1)
+    return msgspec.structs.replace(
+        script, faults=(preempted, slow), layers=4, step_s=0.004, move_s=0.4, uneven=2.0, rank_lag_s=rng.choice((0.0, 0.01))
+    )
+
+
+CORNERS: tuple[Drill, ...] = (
+    _strangers,
+    _strangers,
+    _comes_back_as_another,
+    _comes_back_as_another,
+    _late_cards,
+    _late_cards,
+    _late_cards,
+    _notices_of_the_dead,
+    _notices_of_the_dead,
+    _neighbour_dies,
+    _neighbour_dies,
+    _busy_peers,
+    _no_room_for_peers,
+    _no_room_for_peers,
+    _another_release,
+    _engine_errs,
+    _engine_errs,
+    _engine_contradicts_itself,
+    _aux_under_way,
+    _aux_under_way,
+    _every_grant_stale,
+    _many_beside_one,
+    _fenced_between,
+    _asked_too_early,
+    _lost_among_others,
+    _behind_others,
+    _sums_fail,
+    _both_ways,
+    _stolen_early,
+    _gaps,
+)
+"""Drills about peers that do not fit, cards that are late, engines that err, and whatever else is met once in a long while."""
 
 EDGES: tuple[Drill, ...] = (
     _strays,

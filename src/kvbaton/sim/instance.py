@@ -10,10 +10,22 @@ from functools import partial
 
 from msgspec import structs
 
-from kvbaton.agent.coordinator import Coordinator, Peers
-from kvbaton.agent.engine_port import EngineEvent, SourceEnded
+from kvbaton.agent.coordinator import Coordinator
+from kvbaton.agent.engine_port import EngineEvent, SourceEnded, TargetEnded
 from kvbaton.agent.rank import RankAgent
-from kvbaton.agent.rank_orders import AuxRead, CopyId, PeerFenced, RankOrder, RankReport, RegionFenced, RevokePeer, SpanMoved
+from kvbaton.agent.rank_orders import (
+    AuxRead,
+    Connect,
+    CopyId,
+    Disconnect,
+    PeerFenced,
+    RankOrder,
+    RankReport,
+    RegionFenced,
+    RevokePeer,
+    SpanMoved,
+    SpanSummed,
+)
 from kvbaton.agent.rank_sets import RemoteRanks
 from kvbaton.agent.source import SourceRecord
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits, OnFailure, Trust
@@ -36,6 +48,7 @@ from kvbaton.core.messages import (
     Refused,
     Release,
     Stop,
+    Stopped,
     decode,
     encode,
     split,
@@ -46,11 +59,13 @@ from kvbaton.sim.embedded_engine import EMBEDDED, EmbeddedClasses, EmbeddedEngin
 from kvbaton.sim.engine import SimEngine, SourceEngine, TargetEngine
 from kvbaton.sim.memory import RankMemory, SimBlockPool, make_layout
 from kvbaton.sim.network import Network
+from kvbaton.sim.peer_watch import NoticeWatch, QuestionWatch, WatchedPeers, gone_problems
 from kvbaton.sim.rank_processes import RankProcess, SimSocket, channel_on, socket_pair
 from kvbaton.sim.reactions import Reactions
 from kvbaton.sim.records import alarm_problems, count_problems
 from kvbaton.sim.script import VllmScript
-from kvbaton.sim.strays import asked_early, may_come_from_others, other_prompt, stray_of
+from kvbaton.sim.stray_calls import StrayCalls
+from kvbaton.sim.strays import asked_early, may_come_from_others, of_another_release, other_prompt, stray_of
 from kvbaton.sim.tag_model import TagCache, TagCacheShape
 from kvbaton.sim.transport import Fabric, FencingSimTransport, SimRank, SimTransport
 from kvbaton.sim.vllm_engine import VllmEngine
@@ -64,6 +79,10 @@ __all__ = ["Bugs", "Cluster", "InstanceShape", "SimInstance"]
 _WORK_S = 1e-4
 _FEW_ENDS = 4
 _FEW_GRANTS = 8
+_EVERY_GRANT = 20
+"""How many bad grants have to be left for each to take the place of the real one."""
+
+_NO_SUM = "checksum: no such memory"
 _STRAY = 0.5
 _WAITING = frozenset({TargetState.GRANTED, TargetState.FILLING, TargetState.CLEARING})
 _STRAY_S = 0.003, 0.05
@@ -120,6 +139,9 @@ class Cluster:
     """Whether what instances remember of ends and of grants is bounded by a few entries."""
     most_peers: int = 0
     """How many cards of peers an instance keeps; 0 for as many as in production."""
+    without_area: tuple[str, ...] = ()
+    strangers: tuple[str, ...] = ()
+    """Addresses of instances without an area for aux records, and of those that serve another model."""
     has_foreigners: bool = False
     """Whether frames may arrive that are no messages of ours; they are counted, not a violation."""
     instances: dict[str, SimInstance] = field(default_factory=dict)
@@ -214,6 +236,10 @@ class _SimRanks:
             self._instance.agents[rank].handle(order)
 
     def send_all(self, order: RankOrder) -> None:
+        if isinstance(order, Connect):
+            self._instance.gone.discard(order.card.incarnation)
+        elif isinstance(order, Disconnect):
+            self._instance.gone.add(order.incarnation)
         if isinstance(order, RevokePeer) and self._instance.lose_revokes > 0:
             self._instance.lose_revokes -= 1
             return
@@ -250,7 +276,13 @@ class SimInstance:
         self.granted: dict[tuple[HandoffKey, int], int] = {}
         self._sequences: dict[int, int] = {}
         self._used_sequences: dict[Incarnation, int] = {}
+        self.gone: set[Incarnation] = set()
+        """Peers whose sessions were ended, and with which no new one was begun."""
         self.lose_revokes = 0
+        self.failing_sums = 0
+        """How many spans cannot be summed, but for the first of each hand-off."""
+        self._unsummed: set[HandoffKey] = set()
+        self.is_of_another_release = False
         self.bad_grants = 0
         self.strays = 0
         self.dropped_total: Counter[str] = Counter()
@@ -316,13 +348,18 @@ class SimInstance:
         ]
         if cluster.rank_lag_s:
             self._start_ranks(reports)
+        is_back = any(
+            each.name.startswith(f"{self.address}#") for each in cluster.processes.values() if each is not self.process
+        )
+        strangers = {each.rstrip("+") for each in cluster.strangers if is_back or not each.endswith("+")}
+        has_area = not self.loops and self.address not in cluster.without_area
         card = Card(
             incarnation=self.incarnation,
             model="tags",
-            fingerprint="tags",
+            fingerprint="others" if self.address in strangers else "tags",
             shape=str(shape.shape) if isinstance(shape, TagCacheShape) else f"tp{shape.ranks}",
             ranks=tuple(
-                RankCard(rank, layouts[rank], (each.endpoint(),), None if self.loops else each.memory.aux_area)
+                RankCard(rank, layouts[rank], (each.endpoint(),), each.memory.aux_area if has_area else None)
                 for rank, each in enumerate(self.transports)
             ),
             process=ProcessId("host", pid, 1),
@@ -352,8 +389,10 @@ class SimInstance:
         if cluster.is_forgetful:
             self._forget_soon()
         if cluster.most_peers:
-            vars(self.coordinator).update(_peers=Peers(cluster.most_peers))
-        self._reactions = Reactions(self.coordinator, self.local_now)
+            vars(self.coordinator).update(_peers=WatchedPeers(cluster.most_peers, self.coordinator, cluster.world))
+        self._reactions = Reactions(self.coordinator, self.local_now, self._sent)
+        self._notices = NoticeWatch(self.coordinator, cluster.limits)
+        self._questions = QuestionWatch(self.coordinator, cluster.limits)
         self.engine.coordinator = self.coordinator
         self.engine.port = self.coordinator if self.thread is None else self.thread.driver
         self.engine.watch = cluster.watch
@@ -466,12 +505,15 @@ class SimInstance:
     def send_frame(self, address: str, recipient: str, message: Message) -> None:
         """Put one message on the wire."""
         self._sent.append((recipient, message))
+        if isinstance(message, Grant | ConfirmAsk | Stop):
+            self._questions.asked(message.key, self.local_now())
         if isinstance(message, Grant):
             self._check_needed(message)
             self.granted[message.key, message.grant] = self.engine.allocation(message.key)
             self._sequences[message.grant] = message.sequence
         elif isinstance(message, Stop) and not message.grant:
             self._check_declined(message)
+            self._notices.sent(message.key, self.local_now())
         elif isinstance(message, ConfirmAsk):
             self._check_moved(message)
         elif isinstance(message, Confirmed):
@@ -489,7 +531,8 @@ class SimInstance:
         if self.cluster.world.timeline is not None:
             # Not only for its own sake: the text of a message costs more than its way through the network.
             self.cluster.world.note(f"{self.process.name} -> {address}: {message}")
-        self.cluster.network.send(self.address, address, encode(self.incarnation, recipient, message))
+        on_wire = of_another_release(message) if self.is_of_another_release else message
+        self.cluster.network.send(self.address, address, encode(self.incarnation, recipient, on_wire))
         if self.strays > 0 and self.cluster.world.random.random() < _STRAY:
             self._send_stray(address, recipient, message)
 
@@ -520,7 +563,7 @@ class SimInstance:
         a hand-off that no instance has: with the number of the real one, or with others skipped.
         """
         random = self.cluster.world.random
-        is_corrupted = random.random() < 0.5
+        is_corrupted = self.bad_grants >= _EVERY_GRANT or random.random() < 0.5
         leaps = (REACH + 1, 1 << 40) if is_corrupted else (0, 1, 20_000, REACH, 1 << 40)
         numbers = [MAX_NUMBER, *(grant.sequence + leap for leap in leaps)]
         if is_corrupted and (used := self._used_sequences.get(Incarnation(recipient))) is not None:
@@ -530,11 +573,11 @@ class SimInstance:
             bad = structs.replace(bad, key=HandoffKey(TransferId("forged")), grant=bad.sequence, mode=Mode.PULL)
         self.cluster.world.note(f"{self.process.name} -> {address}: BAD {bad}")
         self.cluster.network.send(self.address, address, encode(self.incarnation, recipient, bad))
-        return is_corrupted and random.random() < 0.5
+        return is_corrupted and (self.bad_grants >= _EVERY_GRANT or random.random() < 0.5)
 
     def heal(self) -> None:
         """Forget the faults that have yet to strike."""
-        self.lose_revokes = self.bad_grants = self.strays = 0
+        self.lose_revokes = self.bad_grants = self.strays = self.failing_sums = 0
         self.engine.heal()
         for loop in self.loops:
             loop.paused_until = 0.0
@@ -557,6 +600,8 @@ class SimInstance:
         self.routes[envelope.sender] = sender_address
         if isinstance(envelope.message, Hello) or (isinstance(envelope.message, Refused) and envelope.message.key is None):
             self.unanswered.discard(sender_address)
+            if isinstance(envelope.message, Refused):
+                self.cluster.watch.was_refused(self.process.name, sender_address)
         if isinstance(envelope.message, Announced) and envelope.message.grant in self._sequences:
             self._used_sequences[envelope.sender] = self._sequences[envelope.message.grant]
         via = ControlAddress.of(sender_address, 1) if sender_address in self.dialled else None
@@ -571,7 +616,12 @@ class SimInstance:
         """Have the coordinator handle a message, and see what it makes of it."""
         if isinstance(envelope.message, Hello) and envelope.message.wants_answer:
             self.cluster.watch.is_asked_for_card(self.process.name)
-        check = self._reactions.expect(envelope)
+        check = self._reactions.expect(envelope, via)
+        self._questions.heard(envelope.sender, self.local_now())
+        if isinstance(envelope.message, Stopped):
+            self._notices.settled(envelope.message.key)
+        elif via is not None and isinstance(envelope.message, Hello | Refused):
+            self._notices.settled_at(via)
         key, grant = getattr(envelope.message, "key", None), getattr(envelope.message, "grant", 0)
         if key is not None and self.coordinator.target.current(envelope.sender, key, grant) is not None:
             peer = envelope.sender.partition("#")[0]
@@ -633,6 +683,13 @@ class SimInstance:
             self.cluster.world.at(self.engine.silent_until, self.process, lambda: self.call_engine(work))
         else:
             self.guarded(work)
+
+    def stray_call(self, number: int, *, may_fail: bool) -> None:
+        """Have the engine call for something that it should not; not where a driver passes calls on later."""
+        if self.thread is None:
+            calls = StrayCalls(self.coordinator, self._events, self._sent, self.cluster.world.random)
+            if problem := calls.make(number, may_fail=may_fail):
+                self.cluster.world.find("left alone", f"{self.process.name}: {problem}")
 
     def stop_engine(self, until: float, *, hangs: bool) -> None:
         """Let the engine do nothing until then: it hangs, or it takes its steps all the same. The agents go on."""
@@ -792,6 +849,10 @@ class SimInstance:
         self.crash()
 
     def _report(self, rank: int, queue: list[RankReport] | deque[RankReport], report: RankReport) -> None:
+        if isinstance(report, SpanSummed) and self.failing_sums > 0 and report.span and not report.error:
+            self.failing_sums -= 1
+            self._unsummed.add(report.copy.key)
+            report = structs.replace(report, sums=(), error=_NO_SUM)
         if isinstance(report, SpanMoved):
             self._moved.setdefault((rank, report.copy), set()).add(report.span)
         queue.append(report)
@@ -818,6 +879,8 @@ class SimInstance:
         if self.cluster.world.timeline is not None:
             self.cluster.world.note(f"{self.process.name}: {event}")
         self._check_released(event)
+        if event.key in self._unsummed and isinstance(event, SourceEnded | TargetEnded) and _NO_SUM not in event.reason:
+            self.cluster.world.find("named end", f"{self.process.name}: a span could not be summed: {event}")
         self.cluster.watch.on_event(self.process.name, event)
         self.engine.on_event(event)
 
@@ -840,6 +903,16 @@ class SimInstance:
 
     def _check_records(self) -> None:
         source, target = self.coordinator.source, self.coordinator.target
+        if self.gone and not self.cluster.most_peers:
+            for problem in gone_problems(self.coordinator, self.gone):
+                self.cluster.world.find("taken", f"{self.process.name}: {problem}")
+        if not self._notices.is_idle:
+            for key in target.live:
+                self._notices.settled(key)
+            for problem in self._notices.problems(self.local_now(), self.gone):
+                self.cluster.world.find("on time", f"{self.process.name}: {problem}")
+        for problem in self._questions.problems(self.local_now()):
+            self.cluster.world.find("on time", f"{self.process.name}: {problem}")
         if source.live or target.live:
             for problem in count_problems(source, target, len(self.agents)):
                 self.cluster.world.find("counts agree", f"{self.process.name}: {problem}")

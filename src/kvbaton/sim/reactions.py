@@ -13,6 +13,7 @@ from collections.abc import Callable
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.source import SourceRecord
 from kvbaton.agent.target import TargetRecord
+from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import AuxChannel, Executor, HandoffKey, Incarnation, Integrity, TransferId
 from kvbaton.core.lifecycle import SourceState, TargetState
 from kvbaton.core.messages import (
@@ -33,8 +34,9 @@ from kvbaton.core.messages import (
     Stop,
     Stopped,
 )
+from kvbaton.sim.card_reactions import TAKEN, Broken, CardReactions, Check
 
-__all__ = ["Reactions"]
+__all__ = ["Reactions", "source_place", "target_place"]
 
 _CLOSING = frozenset({TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED})
 _UNANSWERED = frozenset({TargetState.QUEUED, TargetState.HANDSHAKING, TargetState.GRANTED})
@@ -42,13 +44,7 @@ _RENEWED = frozenset({TargetState.GRANTED, TargetState.FILLING})
 _EARLY = frozenset({SourceState.PARKED, SourceState.QUEUED, SourceState.HELD})
 _SMALL_S = 1e-6
 
-TAKEN, LEFT_ALONE, NEEDLESS = "taken", "left alone", "no needless message"
-
-Broken = tuple[str, str] | None
-"""The rule that did not hold, and what was seen."""
-
-Check = Callable[[list[Message]], Broken]
-"""Called when the message was handled, with what was sent to its sender meanwhile."""
+LEFT_ALONE, NEEDLESS = "left alone", "no needless message"
 
 SourceMessage = Announced | Prefilled | AuxSent | Retracted | Confirmed | Refused | Over | Stopped
 
@@ -67,14 +63,16 @@ def _is_refused(sent: list[Message], key: HandoffKey) -> bool:
     return any(isinstance(each, Refused) and each.key == key and not each.stale for each in sent)
 
 
-def _source_place(record: SourceRecord | None) -> tuple[object, ...]:
+def source_place(record: SourceRecord | None) -> tuple[object, ...]:
+    """Where a hand-off stands at its source; a message that is about another one leaves it there."""
     if record is None:
         return ()
     flags = (record.is_asked, record.is_confirmed, record.stop_asked, record.superseded_by)
     return record.state, record.target, record.grant_number, record.generation, len(record.spans), record.lease_until, *flags
 
 
-def _target_place(record: TargetRecord | None) -> tuple[object, ...]:
+def target_place(record: TargetRecord | None) -> tuple[object, ...]:
+    """Where it stands at its target."""
     if record is None:
         return ()
     counts = (len(record.spans), record.span_count, len(record.source_sums), len(record.open_copies))
@@ -91,7 +89,9 @@ def _stands(record: TargetRecord) -> tuple[object, ...]:
 class Reactions:
     """What one instance has to make of the messages that it gets."""
 
-    def __init__(self, coordinator: Coordinator, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, coordinator: Coordinator, clock: Callable[[], float], everything_sent: list[tuple[str, Message]]
+    ) -> None:
         self._coordinator = coordinator
         self._source, self._target = coordinator.source, coordinator.target
         self._clock = clock
@@ -99,20 +99,24 @@ class Reactions:
         self._ranks = len(coordinator.card.ranks)
         self._asked_back_at: dict[Incarnation, float] = {}
         """When each peer that is not known was last asked for its card."""
+        self._cards = CardReactions(coordinator, self._asked_back_at, everything_sent)
         self._declined: set[TransferId] = set()
         """What was ever declined here: such a hand-off may be asked for again, and its earlier end is no answer then."""
 
-    def expect(self, envelope: Envelope) -> Check:
-        """What has to hold when a frame that has just arrived was handled."""
+    def expect(self, envelope: Envelope, via: ControlAddress | None) -> Check:
+        """What has to hold when a frame that has just arrived was handled; `via` is the address that was dialled for it."""
         sender, message = envelope.sender, envelope.message
-        if isinstance(message, Hello):
-            return self._on_card(sender)
-        if isinstance(message, Refused) and message.key is None:
-            return _nothing
         is_for_us = envelope.recipient in ("", self._coordinator.card.incarnation)
+        if isinstance(message, Hello) and is_for_us:
+            return self._cards.on_card(sender, message, via) if message.card.incarnation == sender else _nothing
+        if isinstance(message, Refused) and message.key is None and is_for_us:
+            return self._cards.on_refusal(via, sender)
         if not is_for_us or not self._is_known(sender):
             is_decline = is_for_us and isinstance(message, Stop) and not message.grant
-            return _nothing if is_decline else self._asked_back(sender, message, is_for_us)
+            if is_decline and isinstance(message, Stop) and sender in vars(self._coordinator)["_refused_peers"]:
+                # What it declines need not wait for it, although its card does not fit.
+                return self._on_stop(sender, message) if message.prompt else self._on_whole(sender, message)
+            return self._asked_back(sender, message, is_for_us)
         match message:
             case Grant():
                 return self._on_grant(sender, message)
@@ -129,15 +133,6 @@ class Reactions:
 
     def _is_known(self, peer: Incarnation) -> bool:
         return peer in vars(vars(self._coordinator)["_peers"])["_cards"]
-
-    def _on_card(self, sender: Incarnation) -> Check:
-        def check(sent: list[Message]) -> Broken:
-            del sent
-            if self._is_known(sender):
-                self._asked_back_at.pop(sender, None)
-            return None
-
-        return check
 
     def _asked_back(self, sender: Incarnation, message: Message, is_for_us: bool) -> Check:
         """From a peer that is not known, or for another incarnation: the card is sent, and nothing else is done.
@@ -161,11 +156,11 @@ class Reactions:
         return check
 
     def _unchanged(self, key: HandoffKey, message: object) -> Check:
-        before = _source_place(self._source.live.get(key)), _target_place(self._target.live.get(key))
+        before = source_place(self._source.live.get(key)), target_place(self._target.live.get(key))
 
         def check(sent: list[Message]) -> Broken:
             del sent
-            after = _source_place(self._source.live.get(key)), _target_place(self._target.live.get(key))
+            after = source_place(self._source.live.get(key)), target_place(self._target.live.get(key))
             return None if after == before else (LEFT_ALONE, f"{before} became {after} by {message}")
 
         return check

@@ -16,6 +16,7 @@ from kvbaton.core.lifecycle import SourceState, TargetState
 __all__ = ["alarm_problems", "count_problems"]
 
 _CLOSING = frozenset({TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED})
+_MOST_STALE = 8
 _SOURCE_STAGES = {
     SourceState.PARKED: 0,
     SourceState.QUEUED: 1,
@@ -113,6 +114,8 @@ def _target_problems(record: TargetRecord, ranks: int) -> Iterator[str]:
     is_one = state in (TargetState.GRANTED, TargetState.FILLING, TargetState.CONFIRMING)
     if is_one and any(copy != record.copy for copy in record.open_copies.values()):
         yield f"{record.open_copies} are open, and this is {record.copy}"
+    if record.stale_grants > _MOST_STALE:
+        yield f"{record.stale_grants} grants were refused as stale, and it goes on"
     if not moved and (record.bytes_planned or record.bytes_moved):
         yield f"{record.bytes_moved} of {record.bytes_planned} bytes are counted, and no span is moved"
     if state in _TARGET_STAGES:
@@ -142,6 +145,10 @@ def _target_stands(record: TargetRecord, ranks: int, is_summed: bool) -> Iterato
 
 def alarm_problems(source: SourceSide, target: TargetSide) -> Iterator[str]:
     """Deadlines for which no alarm is set: nothing would happen when they are over."""
+    for timers in (vars(source)["_timers"], vars(target)["_timers"], vars(target.decline_notices)["_timers"]):
+        first = min(vars(timers)["_set"].values(), default=math.inf)
+        if first < math.inf and (timers.next_deadline() or math.inf) > first:
+            yield f"an alarm is set for {first}, and does not ring"
     alarms = vars(source)["_timers"]
     for record in source.live.values():
         if record.state is not SourceState.STOPPING:

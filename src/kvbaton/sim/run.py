@@ -53,6 +53,8 @@ _NOTICED_S = 1.3
 """How long the death of a process on the same host may go unnoticed: it is looked for once a second."""
 
 _PAUSED_S = 1.0
+_TURN_S = 0.5
+"""How long one probe takes at most, its second attempt included."""
 
 _NEVER_LATE = (SourceEvent.LEASE_OUT, TargetEvent.NO_PROGRESS, TargetEvent.STOP_LATE)
 
@@ -144,7 +146,7 @@ class Run:
             settings,
             is_calm=is_calm,
             is_prompt=not script.faults and all(each.steal_id < 0 for each in script.requests),
-            has_area=not script.rank_lag_s,
+            areas=() if script.rank_lag_s else tuple(each for each in script.addresses if each not in script.without_area),
             slowest_s=slowest_s,
             executor=_executor(script),
             may_reset=_may_reset(script, limits),
@@ -157,6 +159,7 @@ class Run:
         self.cluster.watch.is_threaded = script.has_driver
         self.cluster.is_forgetful = script.is_forgetful
         self.cluster.most_peers = script.most_peers
+        self.cluster.without_area, self.cluster.strangers = script.without_area, script.strangers
         if script.library_writes and script.unfenced_writes:
             self.world.not_promised |= UNFENCED_RULES
         self.faults: Counter[str] = Counter()
@@ -394,11 +397,14 @@ class Run:
         if any(thief.script.steal_id == client.number or key in thief.keys for thief in thieves):
             return True
         ends = {f"p{script.prefill}", f"d{script.decode}"}
+        if self.script.is_strange(*ends):
+            return True
         is_reset = self.script.unfenced_writes and script.mode is Mode.PUSH
         short = [fault for fault in self._struck if fault.is_short]
         is_quiet = all(fault.kind in CALM | HARMLESS for fault in self._struck)
         for fault in self._struck:
-            if fault.kind in HARMLESS or short == [fault]:
+            is_harmless = fault.kind in HARMLESS and not (fault.kind is FaultKind.STRAY and fault.is_whole)
+            if is_harmless or short == [fault]:
                 continue
             if fault.kind in (FaultKind.CANCEL_SOURCE, FaultKind.CANCEL_TARGET):
                 is_first = attempt <= self._cancelled_at[fault] or not is_quiet
@@ -483,6 +489,8 @@ class Run:
                 instance.pause_rank(fault.number, until)
             case FaultKind.CLOCK_JUMP:
                 instance.process.clock.offset += fault.for_s
+            case FaultKind.COPY_FAILS if fault.is_whole:
+                instance.failing_sums += 1
             case FaultKind.COPY_FAILS:
                 instance.transports[fault.number % len(instance.transports)].fail_next += 1
             case FaultKind.CORRUPT:
@@ -499,6 +507,11 @@ class Run:
                 instance.engine.refuses_whole = fault.is_whole
             case FaultKind.LOSE_REVOKE:
                 instance.lose_revokes += 1
+            case FaultKind.STRAY if fault.other == "engine":
+                call = partial(instance.stray_call, fault.number, may_fail=fault.is_whole)
+                self.world.at(self.world.now, instance.process, partial(instance.call_engine, call))
+            case FaultKind.STRAY if fault.other == "release":
+                instance.is_of_another_release = True
             case FaultKind.STRAY:
                 instance.strays += fault.number
             case FaultKind.BAD_GRANT:
@@ -526,10 +539,14 @@ class Run:
             instance.heal()
         for prefill in range(self.script.prefills):
             for decode in range(self.script.decodes):
+                if self.script.is_strange(f"p{prefill}", f"d{decode}"):
+                    continue
                 request = RequestScript(self.world.now, prefill, decode, tokens=1, chunk=1, mode=self._probe_mode, retries=1)
                 client = _Client(request, len(self.clients) + len(self.probes))
                 self.probes.append(client)
-                self._attempt(client)
+                # Where few cards are kept, peers have to take turns.
+                turn_s = _TURN_S * (len(self.probes) - 1) if self.script.most_peers else 0.0
+                self.world.after(turn_s, None, partial(self._attempt, client))
 
     @property
     def _probe_mode(self) -> Mode:

@@ -224,6 +224,16 @@ class Script(msgspec.Struct, frozen=True):
     """How much the targets of this run check."""
     aux_channel: AuxChannel = AuxChannel.CONTROL
     """How aux records travel in this run."""
+    without_area: tuple[str, ...] = ()
+    """Addresses of instances that have no area for aux records; none has, where ranks live in processes of their own."""
+    strangers: tuple[str, ...] = ()
+    """Addresses of instances that serve another model, with a plus only when they come back: no other instance hands anything
+    off to them, or takes it."""
+
+    def is_strange(self, address: str, other: str) -> bool:
+        """Whether nothing can be handed off between two instances, at least when one of them comes back."""
+        return len({each.rstrip("+") for each in self.strangers}.intersection((address, other))) == 1
+
     library_writes: bool = False
     """Whether writes are what the shipped libraries promise, and not what a transport could that fences."""
     uneven: float = 1.0

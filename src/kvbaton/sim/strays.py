@@ -18,6 +18,7 @@ from kvbaton.core.messages import (
     Confirmed,
     Grant,
     Heartbeat,
+    Hello,
     Message,
     Over,
     Prefilled,
@@ -28,7 +29,7 @@ from kvbaton.core.messages import (
     Stopped,
 )
 
-__all__ = ["asked_early", "may_come_from_others", "other_prompt", "stray_of"]
+__all__ = ["asked_early", "may_come_from_others", "of_another_release", "other_prompt", "stray_of"]
 
 _ELSEWHERE = 1000
 """How far off the number of a grant is that no target of a run has made."""
@@ -91,6 +92,17 @@ def other_prompt(beat: Heartbeat, sequence: int) -> Grant | None:
         cached_tokens=0,
         sequence=sequence,
     )
+
+
+def of_another_release(message: Message) -> Message:
+    """The same, as a release could send it that does not number its answers, or numbers what it need not."""
+    match message:
+        case Refused() if message.key is not None:
+            return structs.replace(message, sequence=0 if message.stale else message.grant + _ELSEWHERE)
+        case Hello() if not message.wants_answer:
+            return structs.replace(message, answers=None)
+        case _:
+            return message
 
 
 def may_come_from_others(message: Message) -> bool:

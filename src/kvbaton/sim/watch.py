@@ -46,6 +46,9 @@ _DRIFT = 0.02
 _EARLY = 0.98
 """Clocks drift: so much of a wait may be missing."""
 
+_OF_TARGETS = (Grant, ConfirmAsk, Stop, Release)
+"""What targets send, and sources answer."""
+
 _ASKED = {Prefilled: Grant, AuxSent: Grant, Stopped: Stop}
 """Answers, each with the question that it is sent for, once."""
 
@@ -78,7 +81,7 @@ class Watch:
         *,
         is_calm: bool,
         is_prompt: bool,
-        has_area: bool,
+        areas: tuple[str, ...],
         slowest_s: float,
         executor: Executor,
         may_reset: bool,
@@ -86,7 +89,8 @@ class Watch:
     ) -> None:
         self._world = world
         self._settings = settings
-        self._has_area = has_area
+        self._areas = frozenset(areas)
+        """Addresses of the instances that have an area for aux records."""
         self._limits = limits
         self._is_calm = is_calm
         self._patient_s = _ANSWER_S + slowest_s
@@ -162,10 +166,11 @@ class Watch:
         if not self._is_calm:
             return
         # By pair: clients may give one transfer id to two pairs, and each numbers its grants.
-        key = (frozenset((name.partition("#")[0], peer)), key)
+        ends = name.partition("#")[0], peer
+        key = (ends if isinstance(message, _OF_TARGETS) else ends[::-1], key)
         kind, grant = type(message), getattr(message, "grant", 0)
         if isinstance(message, Grant) and not self._sent[Grant, key, grant]:
-            self._check_settings(name, message)
+            self._check_settings(name, peer, message)
         self._sent[kind, key, grant] += 1
         if kind in (Grant, ConfirmAsk, Stop):
             about = (name, message if isinstance(message, Grant) else (kind, key, grant))
@@ -202,9 +207,10 @@ class Watch:
         if number > self._answered.get((name, peer), (-1, 0.0))[0]:
             self._answered[name, peer] = number, local_s
 
-    def _check_settings(self, name: str, grant: Grant) -> None:
-        """The first grant asks for what was set."""
-        channel = self._settings.aux_channel if self._has_area else AuxChannel.CONTROL
+    def _check_settings(self, name: str, peer: str, grant: Grant) -> None:
+        """The first grant asks for what was set, as far as both sides can."""
+        has_areas = self._areas.issuperset((name.partition("#")[0], peer))
+        channel = self._settings.aux_channel if has_areas else AuxChannel.CONTROL
         executor = self._executor if grant.mode is Mode.PUSH else Executor.TARGET_READS
         set_up = (self._settings.integrity, channel, executor)
         if (grant.integrity, grant.aux_channel, grant.executor) != set_up:
@@ -216,6 +222,10 @@ class Watch:
             before, self._sent_at[name, address] = self._sent_at.get((name, address)), local_s
             if before is not None and local_s - before < self._limits.retry / 2 * _EARLY:
                 self._world.find("no needless message", f"{name} asks {address} again after {local_s - before:.3f} s")
+
+    def was_refused(self, name: str, address: str) -> None:
+        """The peer at an address has refused an instance: whatever comes next has to ask it again."""
+        self._sent_at.pop((name, address), None)
 
     def _check_wait(self, about: tuple[object, ...], local_s: float, wait_s: float, message: Message) -> None:
         before, self._sent_at[about] = self._sent_at.get(about), local_s
@@ -357,6 +367,10 @@ def kept_for_ever(coordinator: Coordinator, agents: list[RankAgent]) -> Iterator
             is_memory = isinstance(value, dict | set | list | deque | BoundedMap)
             if is_memory and isinstance(value, Sized) and not is_bounded and name not in _LASTING | _SESSIONS and value:
                 yield f"{type(part).__name__}.{name}: {len(value)}"
+    known = vars(vars(coordinator)["_peers"])["_cards"].keys()
+    for agent in agents:
+        if strange := vars(agent)["_routes"].keys() - known:
+            yield f"sessions of a rank with {sorted(strange)}, whose cards are not kept"
     if target.quarantined_blocks:
         yield f"TargetSide.quarantined_blocks: {target.quarantined_blocks}"
     if parked := vars(source)["_parked"]:

@@ -138,6 +138,18 @@ def test_a_peer_that_is_refused_or_gone_need_not_be_notified() -> None:
     assert not rig.decline_notices
 
 
+def test_a_peer_that_is_refused_and_has_shown_who_it_is_is_notified_once() -> None:
+    rig = Rig()
+    rig.send("known", source=S1)
+    rig.send()
+    rig.stops()
+    rig.decline_notices.on_refused_peer(ADDRESS, S2)
+    assert rig.post.sent == [(S2, STOP)]
+    assert len(rig.decline_notices) == 1
+    rig.pass_time(LIMITS.retry)
+    assert STOP not in rig.stops(), "a refused peer owes no answer"
+
+
 def test_the_table_is_bounded_and_the_oldest_goes_first() -> None:
     rig = Rig(limit=3)
     for number in range(5):

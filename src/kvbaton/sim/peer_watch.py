@@ -1,0 +1,168 @@
+"""What an instance keeps of its peers: of which one the card gives way, and that nothing waits for one that is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+
+from kvbaton.agent.coordinator import Coordinator, Peers
+from kvbaton.config import Limits
+from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.card import Card
+from kvbaton.core.handoff import HandoffKey, Incarnation
+from kvbaton.core.lifecycle import SourceState, TargetState
+from kvbaton.sim.world import World
+
+__all__ = ["NoticeWatch", "QuestionWatch", "WatchedPeers", "gone_problems"]
+
+_STOOD_STILL = 1.5
+"""After how many heartbeat intervals without a turn an instance has stood still, or its clock was set ahead."""
+
+_CLOSING = frozenset({SourceState.STOPPING, TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED})
+
+
+_ASKING = _CLOSING | {TargetState.GRANTED, TargetState.CONFIRMING}
+
+
+class WatchedPeers(Peers):
+    """Cards of a few peers: when one gives way, it is that of the peer without hand-offs that was used longest ago."""
+
+    def __init__(self, limit: int, coordinator: Coordinator, world: World) -> None:
+        super().__init__(limit)
+        self._coordinator = coordinator
+        self._world = world
+        self._uses = 0
+        self._used: dict[Incarnation, int] = {}
+
+    def card(self, incarnation: Incarnation) -> Card | None:
+        """The card of a peer, which is used by that."""
+        found = super().card(incarnation)
+        if found is not None:
+            self._use(incarnation)
+        return found
+
+    def learn(self, card: Card, address: ControlAddress | None, *, asked: int) -> Incarnation | None:
+        """Remember a card."""
+        self._use(card.incarnation)
+        return super().learn(card, address, asked=asked)
+
+    def make_room(self, busy: Collection[Incarnation]) -> Incarnation | None:
+        """Forget one peer where there is no room for another, and look which one it is."""
+        source, target = self._coordinator.source, self._coordinator.target
+        live = {record.target for record in source.live.values()} | {record.source for record in target.live.values()}
+        known = [each for each in self._cards if each not in live]
+        forgotten = super().make_room(busy)
+        if forgotten is not None and forgotten != min(known, key=lambda each: self._used[each], default=None):
+            name = self._coordinator.card.incarnation
+            self._world.find(
+                "left alone", f"{name}: the card of {forgotten} gave way, and not one of {known}, used {self._used}"
+            )
+        return forgotten
+
+    def _use(self, incarnation: Incarnation) -> None:
+        self._uses += 1
+        self._used[incarnation] = self._uses
+
+
+def gone_problems(coordinator: Coordinator, gone: Collection[Incarnation]) -> Iterator[str]:
+    """What an instance still wants of peers that are gone."""
+    for record in coordinator.source.live.values():
+        if record.target in gone and record.state not in _CLOSING:
+            yield f"{record.key} is {record.state} for {record.target}, which is gone"
+    for target_record in coordinator.target.live.values():
+        if target_record.source in gone and (target_record.state not in _CLOSING or not target_record.peer_is_quiet):
+            yield f"{target_record.key} is {target_record.state}, and its source {target_record.source} is gone"
+    for key, notice in vars(coordinator.target.decline_notices)["_waiting"].items():
+        if notice.source in gone:
+            yield f"{notice.source} is gone, and is to be notified about {key}"
+
+
+class QuestionWatch:
+    """Of every target with a grant that waits for an answer: it asks again, unless its source is answering others."""
+
+    def __init__(self, coordinator: Coordinator, limits: Limits) -> None:
+        self._live = coordinator.target.live
+        self._patient_s = 2 * limits.beat_s * 1.05 + limits.retry
+        self._still_s = _STOOD_STILL * limits.beat_s
+        self._asked_at: dict[HandoffKey, float] = {}
+        self._heard_at: dict[Incarnation, float] = {}
+        self._looked_at = self._since = 0.0
+
+    def asked(self, key: HandoffKey, now: float) -> None:
+        """Something was sent that expects an answer."""
+        self._asked_at[key] = now
+
+    def heard(self, source: Incarnation, now: float) -> None:
+        """A source has sent something."""
+        self._heard_at[source] = now
+
+    def problems(self, now: float) -> Iterator[str]:
+        """Questions that are not repeated."""
+        if now - self._looked_at > self._still_s:
+            self._since = now
+        self._looked_at = now
+        for key, record in self._live.items():
+            if record.state in _ASKING and record.grant and record.source is not None:
+                last = max(self._asked_at.get(key, now), self._heard_at.get(record.source, 0.0), self._since)
+                if now - last > self._patient_s:
+                    yield f"{key} is {record.state}, and for {now - last:.3f} s its source is not asked again"
+
+
+@dataclass(slots=True)
+class _SeenNotice:
+    """A notice, whose place in memory no other one takes meanwhile; since when it is there, and when it was last sent."""
+
+    notice: object
+    since: float
+    sent_at: float
+
+
+class NoticeWatch:
+    """Of every decline notice of an instance: it is repeated, and stays until it is answered or `transfer_timeout` is over."""
+
+    def __init__(self, coordinator: Coordinator, limits: Limits) -> None:
+        self._waiting = vars(coordinator.target.decline_notices)["_waiting"]
+        self._limits = limits
+        self._seen: dict[HandoffKey, _SeenNotice] = {}
+        self._settled: set[HandoffKey] = set()
+        self._looked_at = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no notice, and was none."""
+        return not self._seen and not self._waiting
+
+    def sent(self, key: HandoffKey, now: float) -> None:
+        """A notice was sent, or its source is being looked for."""
+        if (seen := self._seen.get(key)) is not None:
+            seen.sent_at = now
+
+    def settled(self, key: HandoffKey) -> None:
+        """Whatever comes of it now is right: it was answered, or the key is in use again."""
+        self._settled.add(key)
+
+    def settled_at(self, address: ControlAddress) -> None:
+        """Likewise all that wait for the peer at an address, from which a card or a refusal has come."""
+        self._settled |= {key for key, each in self._waiting.items() if each.request.source == address}
+
+    def problems(self, now: float, gone: Collection[Incarnation]) -> Iterator[str]:
+        """What is wrong with the notices that there are, or were when this was last asked."""
+        early_s, late_s = self._limits.transfer_timeout * 0.98, self._limits.transfer_timeout * 1.05 + 0.1
+        if now - self._looked_at > _STOOD_STILL * self._limits.beat_s:
+            self._seen = {key: replace(seen, since=now, sent_at=now) for key, seen in self._seen.items()}
+        self._looked_at = now
+        for key, seen in list(self._seen.items()):
+            notice, source = self._waiting.get(key), getattr(seen.notice, "source", None)
+            if notice is seen.notice:
+                if now - seen.since > late_s:
+                    yield f"the notice about {key} is repeated for ever"
+                if source is not None and now - seen.sent_at > self._limits.beat_s * 1.05 + 0.05:
+                    yield f"the notice about {key} is not repeated"
+                continue
+            if key not in self._settled and notice is None and source not in gone and now - seen.since < early_s:
+                yield f"the notice about {key} was given up after {now - seen.since:.3f} s"
+            del self._seen[key]
+        for key, notice in self._waiting.items():
+            if key not in self._seen:
+                self._seen[key] = _SeenNotice(notice, now, now)
+        self._settled.clear()
