@@ -53,7 +53,7 @@ class CardReactions:
     def on_card(self, sender: Incarnation, hello: Hello, via: ControlAddress | None) -> Check:
         """A card that was sent by its own process."""
         peers = vars(self._coordinator)["_peers"]
-        resident = None if via is None else vars(peers)["_at"].get(via)
+        resident: Any = None if via is None else vars(peers)["_at"].get(via)
         is_other = resident is not None and resident.incarnation != sender
         is_late = is_other and hello.answers is not None and hello.answers <= resident.asked
         waiting = self._waiting_at(via)
@@ -83,14 +83,14 @@ class CardReactions:
                     return TAKEN, f"{sender} asks for our card, gets {answers}, and {missing} are not sent again"
             problems = (self._problem(each, sender, hello, via) for each in waiting)
             of_notices = (self._notice_problem(each, sender, hello, via, keys) for each in unsent)
-            if problem := next(filter(None, (*problems, *of_notices)), ""):
-                return TAKEN, f"{problem}: {sender} at {via} answers {hello.answers}"
+            if wrong := next(filter(None, (*problems, *of_notices)), ""):
+                return TAKEN, f"{wrong}: {sender} at {via} answers {hello.answers}"
             others = [
                 each for peer, each in self._everything_sent if peer not in met and getattr(each, "key", None) is not None
             ]
             if others:
                 return "no needless message", f"by the card of {sender} other peers are notified again: {others}"
-            if via in self._dialled and not self._is_waited_for(via):
+            if via is not None and via in self._dialled and not self._is_waited_for(via):
                 return "no needless message", f"{via} has answered, and is asked again although nothing waits for that"
             return untouched()
 

@@ -16,7 +16,9 @@ from kvbaton.agent.rank import RankAgent
 from kvbaton.agent.rank_orders import (
     AuxRead,
     Connect,
+    CopyFailed,
     CopyId,
+    CopyStopped,
     Disconnect,
     PeerFenced,
     RankOrder,
@@ -28,6 +30,7 @@ from kvbaton.agent.rank_orders import (
 )
 from kvbaton.agent.rank_sets import RemoteRanks
 from kvbaton.agent.source import SourceRecord
+from kvbaton.agent.target import TargetRecord
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits, OnFailure, Trust
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.bounded import BoundedMap
@@ -62,7 +65,7 @@ from kvbaton.sim.network import Network
 from kvbaton.sim.peer_watch import NoticeWatch, QuestionWatch, WatchedPeers, gone_problems
 from kvbaton.sim.rank_processes import RankProcess, SimSocket, channel_on, socket_pair
 from kvbaton.sim.reactions import Reactions
-from kvbaton.sim.records import alarm_problems, count_problems
+from kvbaton.sim.records import Causes, alarm_problems, count_problems
 from kvbaton.sim.script import VllmScript
 from kvbaton.sim.stray_calls import StrayCalls
 from kvbaton.sim.strays import asked_early, may_come_from_others, of_another_release, other_prompt, stray_of
@@ -82,6 +85,7 @@ _FEW_GRANTS = 8
 _EVERY_GRANT = 20
 """How many bad grants have to be left for each to take the place of the real one."""
 
+_SMALL_S = 1e-6
 _NO_SUM = "checksum: no such memory"
 _STRAY = 0.5
 _WAITING = frozenset({TargetState.GRANTED, TargetState.FILLING, TargetState.CLEARING})
@@ -392,6 +396,7 @@ class SimInstance:
             vars(self.coordinator).update(_peers=WatchedPeers(cluster.most_peers, self.coordinator, cluster.world))
         self._reactions = Reactions(self.coordinator, self.local_now, self._sent)
         self._notices = NoticeWatch(self.coordinator, cluster.limits)
+        self._causes = Causes()
         self._questions = QuestionWatch(self.coordinator, cluster.limits)
         self.engine.coordinator = self.coordinator
         self.engine.port = self.coordinator if self.thread is None else self.thread.driver
@@ -617,7 +622,7 @@ class SimInstance:
         if isinstance(envelope.message, Hello) and envelope.message.wants_answer:
             self.cluster.watch.is_asked_for_card(self.process.name)
         check = self._reactions.expect(envelope, via)
-        self._questions.heard(envelope.sender, self.local_now())
+        self._questions.received(envelope.sender, self.local_now())
         if isinstance(envelope.message, Stopped):
             self._notices.settled(envelope.message.key)
         elif via is not None and isinstance(envelope.message, Hello | Refused):
@@ -886,18 +891,28 @@ class SimInstance:
 
     def _take_report(self, reports: deque[RankReport]) -> None:
         """Have the coordinator take the next report, and see what it makes of it."""
+        target = self.coordinator.target
         match reports[0]:
             case PeerFenced() | RegionFenced() as fenced:
                 reports.popleft()
                 self._check_fenced(fenced)
             case AuxRead(copy=copy):
-                record = self.coordinator.target.live.get(copy.key)
+                record = target.live.get(copy.key)
                 is_due = record is not None and record.grant == copy.grant and record.aux_pointer is not None
                 self._sent.clear()
                 self._handle_report(reports)
                 is_asked = any(isinstance(each, Grant) and each.key == copy.key for _, each in self._sent)
                 if is_due and record is not None and record.aux is None and record.state in _WAITING and not is_asked:
                     self.cluster.world.find("taken", f"{self.process.name}: the aux record of {copy} is not asked for again")
+                deadline = self.local_now() + self.cluster.limits.transfer_timeout
+                is_in = is_due and record is not None and record.aux is not None and record is target.live.get(copy.key)
+                if is_in and record is not None and record.state in _WAITING and record.give_up_at < deadline - _SMALL_S:
+                    self.cluster.world.find("taken", f"{self.process.name}: the aux record of {copy} is in, and no progress")
+            case CopyStopped() | CopyFailed() as over:
+                live: list[SourceRecord | TargetRecord] = [*self.coordinator.source.live.values(), *target.live.values()]
+                self._handle_report(reports)
+                if any(record.open_copies.get(over.rank) == over.copy for record in live):
+                    self.cluster.world.find("taken", f"{self.process.name}: {over}, and the copy counts as open")
             case _:
                 self._handle_report(reports)
 
@@ -914,6 +929,8 @@ class SimInstance:
         for problem in self._questions.problems(self.local_now()):
             self.cluster.world.find("on time", f"{self.process.name}: {problem}")
         if source.live or target.live:
+            for problem in self._causes.problems(source, target):
+                self.cluster.world.find("named end", f"{self.process.name}: {problem}")
             for problem in count_problems(source, target, len(self.agents)):
                 self.cluster.world.find("counts agree", f"{self.process.name}: {problem}")
             for problem in alarm_problems(source, target):

@@ -85,16 +85,16 @@ class QuestionWatch:
         self._patient_s = 2 * limits.beat_s * 1.05 + limits.retry
         self._still_s = _STOOD_STILL * limits.beat_s
         self._asked_at: dict[HandoffKey, float] = {}
-        self._heard_at: dict[Incarnation, float] = {}
+        self._received_at: dict[Incarnation, float] = {}
         self._looked_at = self._since = 0.0
 
     def asked(self, key: HandoffKey, now: float) -> None:
         """Something was sent that expects an answer."""
         self._asked_at[key] = now
 
-    def heard(self, source: Incarnation, now: float) -> None:
+    def received(self, source: Incarnation, now: float) -> None:
         """A source has sent something."""
-        self._heard_at[source] = now
+        self._received_at[source] = now
 
     def problems(self, now: float) -> Iterator[str]:
         """Questions that are not repeated."""
@@ -103,7 +103,7 @@ class QuestionWatch:
         self._looked_at = now
         for key, record in self._live.items():
             if record.state in _ASKING and record.grant and record.source is not None:
-                last = max(self._asked_at.get(key, now), self._heard_at.get(record.source, 0.0), self._since)
+                last = max(self._asked_at.get(key, now), self._received_at.get(record.source, 0.0), self._since)
                 if now - last > self._patient_s:
                     yield f"{key} is {record.state}, and for {now - last:.3f} s its source is not asked again"
 

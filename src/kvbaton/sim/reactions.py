@@ -128,6 +128,8 @@ class Reactions:
                 return self._on_stop(sender, message) if message.grant or message.prompt else self._on_whole(sender, message)
             case Heartbeat():
                 return self._on_source_beat(sender, message) if message.from_source else self._on_target_beat(sender, message)
+            case Hello():
+                return _nothing
             case _:
                 return self._on_source_message(sender, message)
 

@@ -13,7 +13,7 @@ from kvbaton.agent.target import TargetRecord, TargetSide
 from kvbaton.core.handoff import Executor, Integrity
 from kvbaton.core.lifecycle import SourceState, TargetState
 
-__all__ = ["alarm_problems", "count_problems"]
+__all__ = ["Causes", "alarm_problems", "count_problems"]
 
 _CLOSING = frozenset({TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED})
 _MOST_STALE = 8
@@ -166,3 +166,26 @@ def alarm_problems(source: SourceSide, target: TargetSide) -> Iterator[str]:
         until = min(until, target_record.retry.at if asks_again else math.inf)
         if alarms.set_for(target_record.key) > until:
             yield f"{target_record.key}, {target_record.state} target: no alarm is set for its deadline, or its next question"
+
+
+class Causes:
+    """What ended each hand-off that is being stopped: the first cause stays."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, tuple[SourceRecord | TargetRecord, str, str]] = {}
+
+    def problems(self, source: SourceSide, target: TargetSide) -> Iterator[str]:
+        """Causes that are not the first any more."""
+        ending: list[SourceRecord | TargetRecord] = [
+            record for record in source.live.values() if record.state is SourceState.STOPPING
+        ]
+        ending += [record for record in target.live.values() if record.state in _CLOSING]
+        if not ending:
+            self._first.clear()
+            return
+        before, self._first = self._first, {}
+        for record in ending:
+            first = before.get(id(record), (record, record.verdict, record.reason))
+            self._first[id(record)] = first
+            if first[1:] != (record.verdict, record.reason):
+                yield f"{record.key} was ended by {first[1:]}, and now by {record.verdict, record.reason}"

@@ -145,6 +145,7 @@ def test_a_peer_that_is_refused_and_has_shown_who_it_is_is_notified_once() -> No
     rig.stops()
     rig.decline_notices.on_refused_peer(ADDRESS, S2)
     assert rig.post.sent == [(S2, STOP)]
+    rig.stops()
     assert len(rig.decline_notices) == 1
     rig.pass_time(LIMITS.retry)
     assert STOP not in rig.stops(), "a refused peer owes no answer"
