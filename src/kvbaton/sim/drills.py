@@ -1028,6 +1028,31 @@ def _no_room_for_peers(rng: random.Random) -> Script:
     )
 
 
+def _forgotten_meanwhile(rng: random.Random) -> Script:
+    """A source that keeps one card has forgotten a target, which is about to notify another source, and asks for its card."""
+    ends = ((1, 0, 0.0), (1, 0, 0.2), (0, 0, 0.3), (0, 1, 0.45), (0, 0, 0.6))
+    requests = tuple(
+        _request(rng, Mode.PUSH, tokens=rng.randint(1, 2), prefill=prefill, decode=decode, at_s=at_s)
+        for prefill, decode, at_s in ends
+    )
+    script = _stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    faults = (
+        Fault(FaultKind.REFUSE, 0.15, who="d0", number=1),
+        Fault(FaultKind.CUT, 0.15, who="d0", other="p1", for_s=rng.choice((0.6, 1.2))),
+    )
+    return msgspec.structs.replace(
+        script,
+        requests=requests,
+        faults=faults,
+        prefills=2,
+        decodes=2,
+        most_peers=1,
+        move_s=0.005,
+        step_s=0.005,
+        router_cancels=0.0,
+    )
+
+
 def _another_release(rng: random.Random) -> Script:
     """A source of another release answers: its refusals and cards say less, or more, than ours, and mean the same."""
     script = _two_targets(rng)
@@ -1184,9 +1209,9 @@ def _behind_others(rng: random.Random) -> Script:
 
 def _sums_fail(rng: random.Random) -> Script:
     """Of several spans that were summed together one could not be."""
-    request = _request(rng, rng.choice(list(Mode)), tokens=rng.randint(2, 4), retries=1)
+    request = _request(rng, Mode.PUSH, tokens=rng.randint(2, 4), retries=1, decode_delay_s=rng.choice((0.0, 0.1, 0.1)))
     script = _stage(rng, writes=rng.random() < 0.5, request=request)
-    fails = Fault(FaultKind.COPY_FAILS, rng.uniform(0.0, 0.6) * _moving(script)[1], who=rng.choice(("p0", "d0")), is_whole=True)
+    fails = Fault(FaultKind.COPY_FAILS, 0.0, who=rng.choice(("p0", "d0")), is_whole=True)
     return msgspec.structs.replace(
         script, faults=(fails,), integrity=Integrity.FULL, layers=2, rank_lag_s=rng.choice((0.0, 0.02)), step_s=0.002
     )
@@ -1237,6 +1262,7 @@ CORNERS: tuple[Drill, ...] = (
     _busy_peers,
     _no_room_for_peers,
     _no_room_for_peers,
+    _forgotten_meanwhile,
     _another_release,
     _engine_errs,
     _engine_errs,
