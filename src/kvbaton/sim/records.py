@@ -146,7 +146,7 @@ def _target_stands(record: TargetRecord, ranks: int, is_summed: bool) -> Iterato
 def alarm_problems(source: SourceSide, target: TargetSide) -> Iterator[str]:
     """Deadlines for which no alarm is set: nothing would happen when they are over."""
     for timers in (vars(source)["_timers"], vars(target)["_timers"], vars(target.decline_notices)["_timers"]):
-        first = min(vars(timers)["_set"].values(), default=math.inf)
+        first = min(timers.times.values(), default=math.inf)
         if first < math.inf and (timers.next_deadline() or math.inf) > first:
             yield f"an alarm is set for {first}, and does not ring"
     alarms = vars(source)["_timers"]
