@@ -147,5 +147,6 @@ def _smaller(script: Script) -> Iterator[Script]:
         yield msgspec.structs.replace(script, loads=script.loads[:index] + script.loads[index + 1 :])
     if script.ranks > 1:
         yield msgspec.structs.replace(script, ranks=1)
-    if script.layers > 1:
-        yield msgspec.structs.replace(script, layers=1)
+    stages = max((cache.vllm.stages for cache in script.caches if cache.vllm is not None), default=1)
+    if script.layers > stages:
+        yield msgspec.structs.replace(script, layers=stages)

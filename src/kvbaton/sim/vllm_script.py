@@ -28,6 +28,8 @@ def make_vllm_script(seed: int) -> Script:
     script = make_engine_script(seed)
     if rng.random() < _WITHDRAWN:
         return _withdrawn(rng, script)
+    if any(request.is_turned for request in script.requests):
+        script = _with_room(script)
     caches = tuple(_with_vllm(rng, cache) for cache in script.caches)
     if all(cache.vllm is None for cache in caches):
         caches = (_with_vllm(rng, caches[0], always=True), *caches[1:])
@@ -43,6 +45,16 @@ def _with_vllm(rng: random.Random, cache: CacheScript, *, always: bool = False) 
     vllm = VllmScript(stages=stages, is_async=rng.random() < 0.5, has_fence=rng.random() < 0.5, has_hooks=rng.random() < 0.7)
     step_tokens = rng.choice((1, 3, 5, 8))
     return msgspec.structs.replace(cache, ranks=cache.ranks * stages, step_tokens=step_tokens, vllm=vllm)
+
+
+def _with_room(script: Script) -> Script:
+    """Room for everything at once: vLLM reserves nothing for what an instance with both roles fetches (docs/promises.md)."""
+    count = len(script.requests) + len(script.loads)
+    caches = tuple(
+        msgspec.structs.replace(cache, blocks=max(cache.blocks, count * -(-CONTEXT_TOKENS // cache.block_tokens)))
+        for cache in script.caches
+    )
+    return msgspec.structs.replace(script, caches=caches)
 
 
 def _withdrawn(rng: random.Random, script: Script) -> Script:

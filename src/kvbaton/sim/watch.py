@@ -232,6 +232,13 @@ class Watch:
         if before is not None and local_s - before < wait_s * _EARLY:
             self._world.find("no needless message", f"again after {local_s - before:.3f} s: {message}")
 
+    def _forget_stops(self, name: str, key: HandoffKey) -> None:
+        """The key may be used again, and a stop without a grant has no number by which it differs from this one."""
+        ends = {about[1] for about in self._sent_at if about[0] == name and isinstance(about[1], tuple)}
+        for kind, pair_and_key, grant in ends:
+            if kind is Stop and pair_and_key[1] == key and not grant:
+                del self._sent_at[name, (kind, pair_and_key, grant)]
+
     def on_received(self, name: str, message: Message) -> None:
         """An instance receives a message."""
         if isinstance(message, Heartbeat):
@@ -316,6 +323,8 @@ class Watch:
                 self._world.find("named end", f"{name}: {event.key} was cancelled and ended as {event.outcome}")
             if event.outcome is not Outcome.DELIVERED and not event.reason:
                 self._world.find("named end", f"{name}: {event.key} ended as {event.outcome} without a reason")
+        if isinstance(event, TargetEnded):
+            self._forget_stops(name, event.key)
         if (waiting := self._waiting.get(event.key)) is not None:
             side = "source" if isinstance(event, SourceEnded) else "target"
             self._check_followed(event.key, waiting, side)
