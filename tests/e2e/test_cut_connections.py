@@ -20,7 +20,7 @@ from two_hosts import TwoHosts, can_have_two_hosts
 from kvbaton.agent.sockets import ControlSockets
 from kvbaton.config import Trust
 from kvbaton.core.addresses import ControlAddress
-from kvbaton.core.handoff import Incarnation
+from kvbaton.core.handoff import HandoffKey, Incarnation, TransferId
 from kvbaton.core.messages import MAX_FRAME_BYTES, Heartbeat
 from kvbaton.launch.ports import PortPicker
 from kvbaton.wire.door import DoorLimits, PeerConnection
@@ -38,8 +38,8 @@ BEAT_S = 1.0
 _LIBC, _CLONE_NEWNET = ctypes.CDLL(None), 0x40000000
 _BACKOFF = struct.Struct("4xB")
 """Of `struct tcp_info`: how often the wait before the next try was doubled."""
-_TOO_OFTEN = 4
-"""From 0.2 s on, that is more than three intervals."""
+_TOO_OFTEN = 5
+"""From 0.2 s on, that is more than five intervals."""
 
 
 class Pair:
@@ -144,3 +144,23 @@ def test_control_without_the_limit_the_waits_of_the_same_connection_double() -> 
         pair.link.is_cut = False
         pair.talk()
         assert pair.connection(pair.alice) is cut
+
+
+@pytest.mark.sampled(1)
+def test_a_peer_that_reads_nothing_for_a_while_keeps_its_connection() -> None:
+    """TCP still answers there, and has no room: not a cut link."""
+    many = Heartbeat(True, tuple((HandoffKey(TransferId(f"{number:0100}"), 0, 0), 1) for number in range(2000)))
+    with apart() as pair:
+        connection = pair.connection(pair.alice)
+
+        def is_full() -> bool:
+            if not connection.unsent:
+                pair.alice.dial(pair.at, many)
+            pair.alice.wait(0.01, [])
+            list(pair.alice.receive())
+            return _backoff(connection) >= _TOO_OFTEN or connection.is_over
+
+        wait_until(is_full, "TCP asks for room less and less often", 60)
+        assert not connection.is_over
+        pair.talk()
+        assert pair.connection(pair.alice) is connection

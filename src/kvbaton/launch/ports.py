@@ -48,16 +48,17 @@ class _Reservations:
 
     def _hold(self, port: int) -> bool:
         """Take the name of a port; only a name that is in use refuses it, since a reservation is help, not a promise."""
-        name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        name = None
         try:
+            name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             name.bind(f"\0kvbaton-port-{port}")
         except OSError as error:
-            name.close()
+            if name is not None:
+                name.close()
             if error.errno == errno.EADDRINUSE:
                 return False
-            self._held[port] = None
-        else:
-            self._held[port] = name
+            name = None
+        self._held[port] = name
         return True
 
     def _drop(self, ports: Iterable[int]) -> None:

@@ -142,7 +142,8 @@ class Loops:
 
     def passes(self, table: StripTable, source_bytes: int, target_bytes: int) -> bool:
         """Whether all runs of a plan are seen, from its slots and places, to be inside both regions and not to overlap."""
-        return bool(self._check_strips(table.words, table.strip_count, source_bytes, target_bytes))
+        # Without items the loops would take the tokens of a pattern for bytes: such strips are dropped first.
+        return not table.lacks_items and bool(self._check_strips(table.words, table.strip_count, source_bytes, target_bytes))
 
     def take(self, cursor: RunCursor, place: _RunPlace, most_bytes: int, most_runs: int, out: Runs | None) -> int:
         """Unroll the runs behind a place among those of a cursor, at most so many, into `out`, or step over them.
@@ -221,6 +222,7 @@ class CopyCrew:
         self, starts: tuple[int, int], sizes: tuple[int, int], plan: Plan, most: tuple[int, int], wakeup_fd: int
     ) -> int:
         """The same for a plan, of at most so many bytes and runs. Raises RangeError where its arrays are of another kind."""
+        _arrays_of(plan)
         if not 0 < plan.wire_bytes <= most[0] or plan.run_count > most[1] or not self.has_ended():
             return 0
         table = StripTable(plan)
@@ -233,11 +235,12 @@ class CopyCrew:
 
     def has_ended(self) -> bool:
         """Whether what was begun is copied."""
-        return bool(self.loops.has_ended(self._crew, 0))
+        return self._crew is None or bool(self.loops.has_ended(self._crew, 0))
 
     def wait_end(self) -> None:
         """Wait until what was begun is copied; this cannot take longer than the copy."""
-        self.loops.wait_end(self._crew, 1)
+        if self._crew is not None:
+            self.loops.wait_end(self._crew, 1)
 
     def close(self) -> None:
         """End the helpers; no copy may be running, but what was begun is waited for. Idempotent."""
@@ -368,6 +371,17 @@ def _refuse_piece(piece: Sequence[int] | Pieces, region_bytes: int) -> NoReturn:
     raise RangeError(f"a piece at offset {piece[0]} with {piece[1]} bytes lies outside the region of {region_bytes} bytes")
 
 
+def _arrays_of(plan: Plan) -> list[Numbers]:
+    """Raises RangeError for arrays of another kind."""
+    arrays: list[Numbers] = []
+    for strip in plan.strips:
+        arrays += (strip.slots, strip.places) if strip.pattern is None else (strip.slots, strip.places, strip.pattern.items)
+    for array in arrays:
+        if array.dtype != np.int64 or array.ndim != 2 or array.shape[1] != 3:
+            raise RangeError(f"strips must be int64 arrays of shape (n, 3), not {array.dtype} of shape {array.shape}")
+    return arrays
+
+
 class StripTable:
     """A private copy of a plan, as loops in C read it: `words` are `struct strip` of strips.h, one behind the other.
 
@@ -375,12 +389,8 @@ class StripTable:
     """
 
     def __init__(self, plan: Plan) -> None:
-        arrays: list[Numbers] = []
-        for strip in plan.strips:
-            arrays += (strip.slots, strip.places) if strip.pattern is None else (strip.slots, strip.places, strip.pattern.items)
-        for array in arrays:
-            if array.dtype != np.int64 or array.ndim != 2 or array.shape[1] != 3:
-                raise RangeError(f"strips must be int64 arrays of shape (n, 3), not {array.dtype} of shape {array.shape}")
+        arrays = _arrays_of(plan)
+        self.lacks_items = any(strip.pattern is not None and not len(strip.pattern.items) for strip in plan.strips)
         # One array for all: to find the address of an array takes as long as to copy a thousand places.
         self._numbers: Numbers = np.concatenate(arrays) if arrays else NO_SLOT[:0]
         self._strips: list[tuple[int, int, int, tuple[int, int] | None]] = []
@@ -555,7 +565,9 @@ class RunCopier:
         sizes = self._target.nbytes, self._source.nbytes
         if isinstance(runs, Plan):
             return self._crew.begin_plan(self._starts, sizes, runs, (most_bytes, most_runs), wakeup_fd)
-        return self._crew.begin_listed(self._starts, sizes, runs, most_bytes, wakeup_fd) if len(runs) <= most_runs else 0
+        if runs.ndim != 2 or len(runs) > most_runs:
+            return 0
+        return self._crew.begin_listed(self._starts, sizes, runs, most_bytes, wakeup_fd)
 
     def copy(self, runs: Runs) -> None:
         """Copy every run; their ranges have been checked and their targets do not overlap."""

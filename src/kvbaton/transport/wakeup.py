@@ -9,7 +9,7 @@ import threading
 
 __all__ = ["Wakeup"]
 
-_MOST_WRITTEN = 64
+_READ_BYTES = 64
 
 
 class Wakeup:
@@ -50,7 +50,8 @@ class Wakeup:
         with self._lock:
             if self._is_set and self._read_fd >= 0:
                 with contextlib.suppress(BlockingIOError):  # a byte of `write_fd` may be taken before `was_written` is called
-                    os.read(self._read_fd, _MOST_WRITTEN)
+                    while len(os.read(self._read_fd, _READ_BYTES)) == _READ_BYTES:
+                        pass
                 self._is_set = False
 
     def wait(self, timeout_s: float) -> None:

@@ -38,6 +38,7 @@ import resource
 import secrets
 import selectors
 import socket
+import struct
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -62,6 +63,8 @@ _ENDING_S = 1.0
 _MAX_ENDING = 32
 _MAX_DRAINED_BYTES = 256 * 1024
 _CHECK_S = 1.0
+_TCP_INFO = struct.Struct("=24xI28xI")
+"""Of `struct tcp_info`: segments without an acknowledgement, and milliseconds since the last one came."""
 _ACCEPT_PAUSE_S = 0.02
 _KEEPALIVE_S = 30
 _MOST_CONNECTIONS = 2048
@@ -146,6 +149,7 @@ class PeerConnection:
         "sock",
         "tag",
         "tls",
+        "unacknowledged_since",
         "unsent",
         "wants_write",
         "zmtp",
@@ -158,6 +162,7 @@ class PeerConnection:
         self.is_dialled = self.is_connecting = is_dialled
         self.since = self.seen_at = self.moved_at = now
         self.partial_since: float | None = None
+        self.unacknowledged_since: float | None = None
         self.session: Session | None = None
         self.tls: TlsStream | None = None
         self.is_known = self.is_open = self.is_ending = self.is_over = self.wants_write = False
@@ -209,6 +214,7 @@ class Door:
         self._watched: list[int] = []
         self._now = clock()
         self._check_at = self._now + _CHECK_S
+        self._awaits_acknowledgement = False
         self._buffered = {False: 0, True: 0}
         self._unsent_bytes = 0
         self._share = ThreadShare(limits.unknown_share)
@@ -233,7 +239,7 @@ class Door:
         """Begin to connect. Raises OSError when that is impossible; what fails later goes to `on_end`."""
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
-            _tune(sock, self._limits.unacknowledged_s)
+            _tune(sock)
             code = sock.connect_ex(address)
             if code not in (0, errno.EINPROGRESS):
                 raise OSError(code, os.strerror(code))
@@ -377,8 +383,9 @@ class Door:
 
     def _due_s(self, now: float) -> float:
         """For how long nothing becomes due."""
-        # An idle process is not woken: only what is half sent or half received can stall.
-        due = self._check_at - now if self._unsent_bytes or self._buffered[True] else float("inf")
+        # An idle process is not woken: only what is half sent, half received or not acknowledged can stall.
+        is_halfway = self._unsent_bytes or self._buffered[True] or self._awaits_acknowledgement
+        due = self._check_at - now if is_halfway else float("inf")
         if self._unknown:
             due = min(due, next(iter(self._unknown)).since + self._limits.handshake_s - now)
         if self._dialling:
@@ -400,6 +407,8 @@ class Door:
         if self._check_at <= now:
             self._check_at = now + _CHECK_S
             self._end_stalled(now - self._limits.stalled_s)
+            if self._limits.unacknowledged_s:
+                self._end_unacknowledged(now)
         if self._resume_at is not None and self._resume_at <= time.monotonic():
             self._resume_at = None
             self._selector.register(self._unknown_selector.fileno(), selectors.EVENT_READ, self)
@@ -412,6 +421,22 @@ class Door:
             began = connection.partial_since
             if (began is not None and began < late) or (connection.unsent and connection.moved_at < late):
                 self.finish(connection, EndCause.STALLED, f"a frame was not finished within {self._limits.stalled_s:g} s")
+
+    def _end_unacknowledged(self, now: float) -> None:
+        """End what a cut link has left behind.
+
+        TCP waits twice as long before each further try: a connection is silent for as long again as its link was cut. One that
+        ends is dialled anew, and the first tries of that come quickly. TCP_USER_TIMEOUT would also end the connections of a
+        peer that does not read for a while, although TCP itself still answers there.
+        """
+        self._awaits_acknowledgement = False
+        for connection in list(self._known):
+            since = _unacknowledged_since(connection, now)
+            connection.unacknowledged_since = since
+            if since is not None and now - since >= self._limits.unacknowledged_s:
+                self.finish(connection, EndCause.LOST, f"nothing was acknowledged for {now - since:.1f} s")
+            elif since is not None:
+                self._awaits_acknowledgement = True
 
     # Unknown peers.
 
@@ -471,7 +496,7 @@ class Door:
             raise BlockingIOError
         sock, address = self._listener.accept()
         try:
-            _tune(sock, self._limits.unacknowledged_s)
+            _tune(sock)
         except OSError as error:
             sock.close()
             raise ConnectionError from error
@@ -722,6 +747,7 @@ class Door:
                 self.finish(connection, EndCause.LOST, error.strerror or str(error))
             return
         if sent:
+            self._awaits_acknowledgement = self._limits.unacknowledged_s > 0
             connection.moved_at = self._now
             self._unsent_bytes -= sent
             del unsent[:sent]
@@ -788,12 +814,8 @@ def _events(connection: PeerConnection) -> int:
     return selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.wants_write else 0)
 
 
-def _tune(sock: socket.socket, unacknowledged_s: float) -> None:
-    """Small messages leave at once, and a host that is gone is noticed although the connection is idle.
-
-    TCP waits twice as long before each further try: after a cut, a connection is silent for as long again as its link was cut.
-    One that ends is dialled anew, and the first tries of that come quickly.
-    """
+def _tune(sock: socket.socket) -> None:
+    """Small messages leave at once, and a host that is gone is noticed although the connection is idle."""
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -801,5 +823,17 @@ def _tune(sock: socket.socket, unacknowledged_s: float) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S // 3)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    if unacknowledged_s and hasattr(socket, "TCP_USER_TIMEOUT"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * unacknowledged_s))
+
+
+def _unacknowledged_since(connection: PeerConnection, now: float) -> float | None:
+    """Since when, at the latest, what TCP has sent is without an acknowledgement; None when all of it has one."""
+    try:
+        info = connection.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        segments, last_ms = _TCP_INFO.unpack(info)
+    except (OSError, AttributeError, struct.error):
+        return None  # of a system without it
+    if not segments:
+        return None
+    since = connection.unacknowledged_since
+    # An answer that came since then was for an earlier segment, or one without room for more: TCP still answers there.
+    return now if since is None or now - last_ms / 1000 > since else since

@@ -7,6 +7,7 @@ import os
 import pwd
 import select
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbaton.core.strips import Plan, Strip, TokenPattern, unroll
+from kvbaton.errors import RangeError
 from kvbaton.transport.base import Runs
 from kvbaton.transport.runs import CopyCrew, RunCopier, RunCursor, load_loops
 
@@ -240,6 +242,35 @@ def test_a_plan_is_begun_as_it_is(most: tuple[int, int], is_begun: bool) -> None
     ordered = Plan((Strip(plan.strips[0].slots, plan.strips[0].places[::-1].copy(), pattern),))
     assert begin(source, target, ordered, most=most) == (1600 if is_begun else 0)
     assert np.array_equal(target, expected)
+
+
+@needs_compiler
+def test_a_plan_with_a_pattern_of_no_items_is_not_begun() -> None:
+    """Its tokens are no bytes."""
+    source, target = np.arange(4000, dtype=np.uint8), np.zeros(4000, np.uint8)
+    empty = Strip(np.array([[0, 0, 0]]), np.array([[0, 0, 100]]), TokenPattern(np.zeros((0, 3), np.int64), 16, 16))
+    whole = Strip(np.array([[0, 0, 0]]), np.array([[2000, 2000, 400]]), None)
+    assert begin(source, target, Plan((empty, whole))) == 0
+    assert not target.any()
+    assert begin(source, target, Plan((whole,))) == 400  # the control
+
+
+@needs_compiler
+@pytest.mark.parametrize("places", [np.zeros(3, np.int64), np.full((1, 3), np.nan), np.zeros((1, 2), np.int64)])
+def test_a_plan_of_other_arrays_is_refused_by_name(places: Any) -> None:
+    source, target = np.arange(16, dtype=np.uint8), np.zeros(16, np.uint8)
+    with pytest.raises(RangeError, match=r"int64 arrays of shape \(n, 3\)"):
+        begin(source, target, Plan((Strip(np.array([[0, 0, 0]]), places, None),)))
+    assert begin(source, target, np.array(5, np.uint64)) == 0
+
+
+@needs_compiler
+def test_a_crew_that_was_closed_has_ended() -> None:
+    assert LOOPS is not None
+    crew = CopyCrew(LOOPS, 1, begins=True)
+    crew.close()
+    crew.wait_end()
+    assert crew.has_ended()
 
 
 @needs_compiler

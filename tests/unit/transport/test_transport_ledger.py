@@ -235,6 +235,17 @@ def test_a_begun_batch_completes_when_its_last_byte_is_there(begun: Ledger[str],
         assert begun.take_completions() == []
 
 
+def test_many_begun_batches_between_two_looks_leave_no_byte_behind(helper: Helper) -> None:
+    books: Ledger[str] = Ledger(Region.of(bytearray(10)), TransportSettings(max_in_flight=200), starter=helper)
+    books.add_peer(PEER, Endpoint("test", 10, {}), "link")
+    for _ in range(150):
+        assert books.begin_now(BATCH) is not None
+        helper.end()
+    assert len(books.take_completions()) == 150
+    assert not is_set(books.done)
+    books.close()
+
+
 def test_a_begun_batch_that_ends_right_after_the_look_is_not_forgotten(begun: Ledger[str], helper: Helper) -> None:
     begun.move_now(BATCH, lambda *_: (5, ""))
     ticket = begun.begin_now(BATCH)

@@ -13,8 +13,8 @@ Sequences that ran before (preempted ones, and those whose source failed) come f
 from __future__ import annotations
 
 import bisect
-from collections import Counter, deque
-from collections.abc import Iterator
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
@@ -76,6 +76,11 @@ class FairQueue:
         self._waiting: set[int] = set()
         self._served = 0
 
+    @property
+    def clients(self) -> Mapping[str, _ClientQueue]:
+        """What waits of each client, but for what was put before all others."""
+        return self._clients
+
     def __len__(self) -> int:
         return len(self._waiting) + len(self._first)
 
@@ -124,13 +129,21 @@ class FairQueue:
         queue = self._clients[sequence.request.call.client]
         self._remove(queue, next(index for index, entry in enumerate(queue.entries) if entry[2] is sequence))
 
-    def largest(self) -> Crowd | None:
-        """The largest request of the client that has the most waiting. Those that ran before do not count."""
-        if not self._clients:
+    @staticmethod
+    def largest(queues: Collection[FairQueue]) -> Crowd | None:
+        """The largest request of the client that has the most waiting, in all of these together.
+
+        Those that ran before do not count.
+        """
+        clients: defaultdict[str, list[_ClientQueue]] = defaultdict(list)
+        for each in queues:
+            for client, queue in each.clients.items():
+                clients[client].append(queue)
+        if not clients:
             return None
-        queue = max(self._clients.values(), key=lambda queue: len(queue.entries))
-        call, count = queue.calls.most_common(1)[0]
-        newest = max(entry[1:] for entry in queue.entries if entry[2].request.call is call)[1]
+        parts = max(clients.values(), key=lambda parts: sum(len(queue.entries) for queue in parts))
+        call, count = sum((queue.calls for queue in parts), Counter[ApiCall]()).most_common(1)[0]
+        newest = max(entry[1:] for queue in parts for entry in queue.entries if entry[2].request.call is call)[1]
         return Crowd(newest, count)
 
     def _next(self) -> _ClientQueue | None:

@@ -85,6 +85,8 @@ class Scheduler:
         self._waiting = FairQueue()
         self._ungranted = FairQueue()
         self._unplaced = FairQueue()
+        self._oversized = FairQueue()
+        self._queues = (self._waiting, self._oversized, self._unplaced, self._ungranted)
         self._running: list[Sequence] = []
         self._landed: deque[Sequence] = deque()
         self._fetching: dict[int, Sequence] = {}
@@ -99,7 +101,7 @@ class Scheduler:
 
     @property
     def _queued(self) -> int:
-        return len(self._waiting) + len(self._ungranted) + len(self._unplaced)
+        return sum(map(len, self._queues))
 
     def ungranted_since(self, moment: float) -> list[Sequence]:
         """The sources that have waited since `moment` or earlier for the grant they need to start; oldest first."""
@@ -107,7 +109,7 @@ class Scheduler:
 
     def largest(self) -> Crowd | None:
         """What waits of the largest request of the client that has the most waiting; None when none waits."""
-        return self._waiting.largest()
+        return FairQueue.largest(self._queues)
 
     def counts(self) -> dict[SequenceStatus, int]:
         """How many live sequences there are per status."""
@@ -201,6 +203,10 @@ class Scheduler:
             self._leave(sequence)
             self.pool.release(sequence.blocks, held=True)
             self._waiting.add_first(sequence)
+        elif sequence.status is SequenceStatus.WAITING and sequence not in self._waiting:
+            # It leaves no blocks any more, and must not stay behind those that have to.
+            self._queue_of(sequence).remove(sequence)
+            self._waiting.add_first(sequence)
         sequence.compute_here()
 
     def finish(self, sequence: Sequence) -> None:
@@ -213,8 +219,7 @@ class Scheduler:
     def _leave(self, sequence: Sequence) -> None:
         match sequence.status:
             case SequenceStatus.WAITING:
-                queues = (self._waiting, self._ungranted, self._unplaced)
-                next(queue for queue in queues if sequence in queue).remove(sequence)
+                self._queue_of(sequence).remove(sequence)
             case SequenceStatus.FETCHING:
                 del self._fetching[sequence.number]
             case SequenceStatus.HELD:
@@ -235,7 +240,7 @@ class Scheduler:
 
     def _next(self, now: float) -> Sequence | None:
         """Take the next sequence that may start out of its queue, with blocks allocated to it."""
-        for queue in (self._unplaced, self._ungranted):
+        for queue in self._queues[1:]:
             first = queue.peek()
             if first is not None and self._may_leave(first) and self._allocate(first):
                 return queue.take()
@@ -243,7 +248,7 @@ class Scheduler:
             if not self._may_leave(sequence):
                 return None
             # A later source or target that happens to fit must not overtake the first one that stepped aside.
-            aside = self._unplaced if sequence.awaits_source else self._ungranted
+            aside = self._aside_for(sequence)
             has_to_leave_blocks = self._leaves(sequence) > 0
             if not (has_to_leave_blocks and len(aside)) and self._allocate(sequence):
                 return self._waiting.take()
@@ -262,13 +267,33 @@ class Scheduler:
             return self.reserve.target
         return self.reserve.source if sequence.is_source and not sequence.has_grant else 0
 
-    def _may_start_alone(self, sequence: Sequence, needed: int) -> bool:
-        """Whether it is too large ever to leave the reserve free, and no other hand-off has blocks that it could wait for."""
+    def _queue_of(self, sequence: Sequence) -> FairQueue:
+        return next(queue for queue in self._queues if sequence in queue)
+
+    def _aside_for(self, sequence: Sequence) -> FairQueue:
+        """Where a sequence waits until the blocks that it has to leave are free; one that never can be holds up no other."""
+        if self._is_too_large(sequence):
+            return self._oversized
+        return self._unplaced if sequence.awaits_source else self._ungranted
+
+    def _is_too_large(self, sequence: Sequence) -> bool:
+        """Whether it can never leave the reserve free: it starts when no other hand-off has blocks that it could wait for."""
         if not self.reserve.is_shared or (sequence.is_source and self.reserve.has_grants):
             return False
-        is_too_large = needed > self.pool.total - self._leaves(sequence)
-        has_others = self._fetching or self._held or self._retracting or any(each.is_source for each in self._running)
-        return is_too_large and not has_others
+        size = self.pool.blocks_for(len(sequence.tokens)) + self._spare(sequence)
+        return size > self.pool.total - self._leaves(sequence)
+
+    def _is_alone(self) -> bool:
+        """Whether no hand-off has blocks."""
+        return not (self._fetching or self._held or self._retracting or any(each.is_source for each in self._running))
+
+    def _room(self, sequence: Sequence) -> int:
+        """How many blocks its output may need besides."""
+        return self.pool.blocks_for(sequence.limit) - self.pool.blocks_for(len(sequence.tokens))
+
+    def _spare(self, sequence: Sequence) -> int:
+        """One block more than the prompt needs, or the first decoded token could preempt what was just admitted."""
+        return 0 if sequence.is_source or not self._room(sequence) else 1
 
     def _note_admission(self, sequence: Sequence, now: float) -> None:
         if sequence.admitted_s is None:
@@ -283,19 +308,16 @@ class Scheduler:
         # The model has to run at least one token to get logits; a target gets its first token from the source instead.
         cached = self.pool.match_prefix(sequence.digests(tokens if held else tokens - 1))
         needed = self.pool.blocks_for(tokens) - len(cached)
-        room = self.pool.blocks_for(sequence.limit) - self.pool.blocks_for(tokens)
-        # One block more than the prompt needs, or the first decoded token could preempt what was just admitted.
-        spare = 0 if sequence.is_source or not room else 1
         leaves = self._leaves(sequence)
         if not may_start_prefill(
             free_blocks=self.pool.free_beside(cached) - self._owed_blocks,
-            needed_blocks=needed + spare,
+            needed_blocks=needed + self._spare(sequence),
             reserved_blocks=leaves,
-            has_grant=not leaves or self._may_start_alone(sequence, needed + spare),
+            has_grant=not leaves or (self._is_too_large(sequence) and self._is_alone()),
         ):
             return False
         self.pool.acquire(cached, held=held)
-        fresh = self.pool.allocate(needed, after=cached[-1] if cached else None, room=room, held=held)
+        fresh = self.pool.allocate(needed, after=cached[-1] if cached else None, room=self._room(sequence), held=held)
         sequence.blocks = cached + fresh
         sequence.computed = len(cached) * self.pool.block_tokens
         return True

@@ -6,15 +6,16 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-from engine_fakes import key_of
+from engine_fakes import PULL, PUSH, SOURCE, Bench, FakePort, key_of
 from hypothesis import given
 from hypothesis import strategies as st
 from pair_rig import EnginePair, Instance, Waiter, alone, assert_equal, prompt_of
 
-from kvbaton.config import Limits
+from kvbaton.agent.engine_port import TargetEnded
+from kvbaton.config import HandoffSettings, Limits, OnFailure
 from kvbaton.core.grants import Reserve, may_start_prefill
-from kvbaton.core.handoff import Mode
-from kvbaton.engines.embedded.request import FinishReason, FromSource, TokenOutput, ToTarget
+from kvbaton.core.handoff import Mode, Outcome
+from kvbaton.engines.embedded.request import ApiCall, FinishReason, FromSource, TokenOutput, ToTarget
 
 MODES = pytest.mark.parametrize("mode", list(Mode))
 BLOCKS = 16
@@ -91,3 +92,69 @@ def test_whatever_waits_leaves_room_for_what_it_waits_for(data: st.DataObject, m
             waiting[kind] += needed
     assert total - sum(waiting.values()) >= largest, "a source with a grant, in pull a target, has room"
     assert total - waiting["source"] >= largest + reserve.target, "beside sources a target has room, and what it leaves"
+
+
+def _bench(mode: Mode, blocks: int, **settings: object) -> tuple[Bench, FakePort]:
+    """An engine with both roles, whose largest request takes all of its blocks."""
+    port, handoff = FakePort(), PUSH if mode is Mode.PUSH else PULL
+    return Bench(blocks, port, blocks * 4, handoff=handoff, has_both_roles=True, **settings), port
+
+
+@MODES
+@pytest.mark.parametrize("cached", [0, 16])
+def test_one_too_large_to_leave_the_reserve_starts_alone_whatever_is_cached(mode: Mode, cached: int) -> None:
+    bench, port = _bench(mode, 10)
+    if cached:
+        bench.run(bench.submit(range(cached), max_tokens=1))
+    handoff = FromSource(key_of("t"), SOURCE) if mode is Mode.PUSH else ToTarget(key_of("t"))
+    bench.submit(range(32), handoff=handoff, max_tokens=1)
+    for _ in range(10):
+        bench.step()
+    assert (port.pulls if mode is Mode.PUSH else port.offers).keys() == {key_of("t")}
+
+
+def test_one_too_large_to_leave_the_reserve_holds_up_no_other() -> None:
+    """Sources with a grant keep coming, so that it is never alone; small targets start all the same."""
+    bench, port = _bench(Mode.PUSH, 16)
+    bench.submit(range(8), handoff=ToTarget(key_of("s")), max_tokens=1)
+    bench.step()
+    port.grant(key_of("s"))
+    bench.step()
+    bench.submit(range(44), handoff=FromSource(key_of("large"), SOURCE))
+    small = [key_of("one"), key_of("two")]
+    for key in small:
+        bench.submit([1, 2], handoff=FromSource(key, SOURCE), max_tokens=1)
+    for _ in range(3):
+        bench.step()
+    assert port.pulls.keys() == set(small)
+    assert bench.engine.stats().requests["waiting"] == 1
+
+
+def test_targets_that_step_aside_make_room_in_a_full_queue() -> None:
+    bench, _ = _bench(Mode.PUSH, 16, max_waiting=8)
+    greedy = ApiCall("greedy", 12)
+    crowd = [
+        bench.submit(range(number, number + 24), handoff=FromSource(key_of(f"t{number}"), SOURCE), call=greedy)
+        for number in range(8)
+    ]
+    bench.step()
+    single = bench.submit([7, 8, 9], call=ApiCall("another"), max_tokens=2)
+    bench.step()
+    ended = [each for each in crowd if each.is_finished and each.last.finish_reason is FinishReason.CROWDED_OUT]
+    assert len(ended) == 1
+    bench.run(single)
+
+
+def test_a_target_that_stepped_aside_is_computed_here_at_once_when_its_source_fails() -> None:
+    """As a plain request, not behind those that have to leave blocks."""
+    port = FakePort()
+    handoff = HandoffSettings(mode=Mode.PUSH, on_failure=OnFailure.RECOMPUTE)
+    bench = Bench(16, port, 64, handoff=handoff, has_both_roles=True)
+    for name in ("one", "two"):  # the first takes half of the blocks, and there is no room for the second
+        bench.submit(range(24), handoff=FromSource(key_of(name), SOURCE))
+    last = bench.submit([1, 2, 3], handoff=FromSource(key_of("last"), SOURCE), max_tokens=2)
+    bench.step()
+    assert port.pulls.keys() == {key_of("one")}
+    port.news.append(TargetEnded(key_of("last"), Outcome.FAILED, "its source failed"))
+    bench.run(last, most_steps=20)
+    assert last.last.finish_reason is FinishReason.LENGTH
