@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import socket
 import ssl
@@ -248,6 +249,18 @@ def first_flight() -> bytes:
     with contextlib.suppress(ssl.SSLWantReadError):
         tls.do_handshake()
     return outgoing.read()
+
+
+def test_bytes_that_come_after_the_look_and_are_taken_with_it_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, look = itertools.count(), server._received_bytes
+    monkeypatch.setattr(server, "_received_bytes", lambda sock: look(sock) if next(looks) % 2 else 0)
+    message = b"\x01" + (120_000).to_bytes(3, "big") + b"\x03\x03" + bytes(40_000)
+    with pair(our_tls(), our_tls()) as (source, _), dial(source.endpoint()) as sock:
+        for at in range(0, len(message), 8000):
+            part = message[at : at + 8000]
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(b"\x16\x03\x01" + len(part).to_bytes(2, "big") + part)
+        wait_until(lambda: source._server.refused_total == 1, "it is refused")
 
 
 @pytest.mark.parametrize("size", [30_000, 40_000])

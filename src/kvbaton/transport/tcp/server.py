@@ -104,7 +104,12 @@ class _Reader:
             self.is_silent = False
             # Before OpenSSL takes them: it reads what a message of a handshake announces, up to 128 KiB.
             check_handshake_bytes(_received_bytes(self.sock))
-            self.sock.do_handshake()
+            try:
+                self.sock.do_handshake()
+            except BlockingIOError:
+                # It may have taken what came since the look: nothing more has to come for another one.
+                check_handshake_bytes(_received_bytes(self.sock))
+                raise
             self.phase = _ReaderPhase.HELLO
             return True
         data = self.sock.recv(self._wanted - len(self._inbox))
