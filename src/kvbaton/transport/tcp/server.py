@@ -107,7 +107,7 @@ class _Reader:
             try:
                 self.sock.do_handshake()
             except BlockingIOError:
-                # It may have taken what came since the look: nothing more has to come for another one.
+                # It may have taken what arrived since the look, and if nothing more arrives there is no other look.
                 check_handshake_bytes(_received_bytes(self.sock))
                 raise
             self.phase = _ReaderPhase.HELLO
