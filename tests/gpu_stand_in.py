@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +14,11 @@ import numpy.typing as npt
 
 from kvbaton.errors import TransportError
 from kvbaton.transport.cuda import DeviceRegion
-from kvbaton.transport.cuda.copier import Launch
 from kvbaton.transport.cuda.driver import HANDLE_BYTES, GpuAllocation
+from kvbaton.transport.cuda.launch import LINE_BYTES, Launch
+from kvbaton.transport.cuda.strip_launch import StripLaunch
 
-__all__ = ["HostCopier", "HostDriver", "HostTensor", "run_launch"]
+__all__ = ["HostCopier", "HostDriver", "HostTensor", "run_launch", "run_strip"]
 
 
 @dataclass(frozen=True)
@@ -86,23 +88,62 @@ class HostDriver:
 
 
 class HostCopier:
-    """Does at once what the kernel would do. `late` makes so many waits run out before the copies are done."""
+    """Does at once what the kernels would do. `late` makes so many looks find that the copies are not done."""
 
     def __init__(self, late: int = 0) -> None:
         self.late = late
-        self.launched: list[Launch] = []
+        self.can_wake = True
+        self.fails = ""
+        self.launched: list[Launch | StripLaunch] = []
 
-    def start(self, launches: Sequence[Launch], source: int, target: int) -> None:
+    def start(self, launches: Sequence[Launch | StripLaunch], source: int, target: int, wakeup_fd: int = -1) -> None:
         for launch in launches:
-            run_launch(launch, source, target)
+            if isinstance(launch, StripLaunch):
+                run_strip(launch, source, target)
+            else:
+                run_launch(launch, source, target)
         self.launched += launches
+        if wakeup_fd >= 0:
+            os.write(wakeup_fd, b"\0")
+
+    def start_plan(self, *_: object) -> int:
+        return 0
+
+    def has_ended(self) -> bool:
+        return self.wait(0)
 
     def wait(self, timeout_s: float) -> bool:  # noqa: ARG002
+        if self.fails:
+            raise TransportError(self.fails)
         self.late -= 1
         return self.late < 0
 
     def close(self) -> None:
         """Nothing to give back."""
+
+
+def run_strip(launch: StripLaunch, source: int, target: int) -> None:
+    """Every piece of every program, as the kernel works it out."""
+    items = max(1, len(launch.items))
+    for piece in range(launch.pieces):
+        token_at, within = divmod(piece, items * launch.pieces_per_item)
+        place_at, token = divmod(token_at, launch.tokens)
+        slot, place = divmod(place_at, len(launch.places))
+        item, part = divmod(within, launch.pieces_per_item)
+        at = launch.slots[slot] + launch.places[place, :2]
+        size = launch.run_bytes if launch.has_tokens or launch.is_even else int(launch.places[place, 2])
+        if launch.has_tokens:
+            if token >= launch.places[place, 2]:
+                continue
+            at = at + np.array(launch.steps) * token
+        if len(launch.items):
+            at, size = at + launch.items[item, :2], int(launch.items[item, 2])
+        skip = part * launch.piece_bytes
+        assert not launch.is_even or size - skip >= launch.piece_bytes
+        count = max(0, min(size - skip, launch.piece_bytes))
+        read_at, write_at = (int(one) + skip for one in at)
+        assert (read_at | write_at | count) % LINE_BYTES == 0
+        ctypes.memmove(target + write_at, source + read_at, count)
 
 
 def run_launch(launch: Launch, source: int, target: int) -> None:

@@ -36,8 +36,8 @@ from kvbaton.transport.base import (
     Ticket,
     TransportSettings,
 )
-from kvbaton.transport.checks import check_batch, check_listed
-from kvbaton.transport.runs import MAX_SLICE_RUNS, RunCursor, load_loops
+from kvbaton.transport.checks import check_batch
+from kvbaton.transport.runs import MAX_SLICE_RUNS, RunCursor, StripTable, load_loops
 from kvbaton.transport.wakeup import Wakeup
 
 __all__ = [
@@ -110,8 +110,8 @@ class RevokeLink(Generic[L]):
 
 MoverCommand = PostJob[L] | CancelJob[L] | RevokeLink[L]
 
-RunsCheck = Callable[[L, Runs], None]
-"""Refuses runs of a link by raising RangeError."""
+RunsCheck = Callable[[L, Runs | StripTable], Runs | StripTable]
+"""Refuses runs of a link by raising RangeError; returns them as the mover takes them."""
 
 
 class Starter(Protocol[L_contra]):
@@ -210,12 +210,10 @@ class Ledger(Generic[L]):
             checked = self._known(batch.peer)
         # Not under the lock: a batch of a million runs takes milliseconds to check, and the mover finishes others meanwhile.
         sizes = self._region.region_bytes, checked.endpoint.region_bytes
-        if self._check is None:
-            cursor = RunCursor(check_batch(batch, *sizes, self._loops), self._loops)
-        else:
-            runs = check_listed(batch, *sizes, self._loops)
-            self._check(checked.link, runs)
-            cursor = RunCursor(runs)
+        runs = check_batch(batch, *sizes, self._loops)
+        if self._check is not None:
+            runs = self._check(checked.link, runs)
+        cursor = RunCursor(runs, self._loops)
         with self._lock:
             known = self._known(batch.peer)
             if known is not checked:  # revoked and connected anew in between, maybe with a smaller region
@@ -236,7 +234,7 @@ class Ledger(Generic[L]):
         between; `move` must therefore be quick, and touch nothing here.
         """
         with self._lock:
-            link = self._free_link(batch.peer)
+            link = None if self._check is not None else self._free_link(batch.peer)
             moved_bytes, error = move(link, batch) if link is not None else (0, "")
             if not moved_bytes:
                 return None
@@ -338,7 +336,7 @@ class Ledger(Generic[L]):
     def _free_link(self, peer: PeerRank) -> L | None:
         """What is kept for `peer`, while nothing moves and there is room for one more batch. Raises TransportError."""
         self._look_at_begun()
-        if self._begun is not None or self._jobs or self._commands or self._check is not None:
+        if self._begun is not None or self._jobs or self._commands:
             return None
         known = self._known(peer)
         return known.link if len(self._peer_of) < self._settings.max_in_flight else None

@@ -14,6 +14,7 @@ from kvbaton.core.strips import count_runs
 from kvbaton.errors import Bug, PeerLost, RangeError, TransportError
 from kvbaton.transport.base import Batch, Direction, Endpoint, PeerRank, Region, Runs, TransportSettings
 from kvbaton.transport.queued import CancelJob, Ledger, PostJob, RevokeLink
+from kvbaton.transport.runs import StripTable
 from kvbaton.transport.wakeup import Wakeup
 
 PEER = PeerRank(Incarnation("p"))
@@ -69,9 +70,10 @@ def test_the_source_of_a_write_is_here_and_its_target_there() -> None:
 
 
 def test_runs_that_were_checked_against_another_connection_are_refused() -> None:
-    def reconnect(link: str, runs: Runs) -> None:
+    def reconnect(link: str, runs: Runs | StripTable) -> Runs | StripTable:
         books.remove_peer(PEER)
         books.add_peer(PEER, Endpoint("test", 1, {}), "smaller")
+        return runs
 
     books: Ledger[str] = Ledger(Region.of(bytearray(10)), TransportSettings(), reconnect)
     books.add_peer(PEER, Endpoint("test", 10, {}), "link")
@@ -167,7 +169,7 @@ def test_nothing_is_moved_for_a_peer_that_was_revoked_or_after_the_end(ledger: L
 
 
 def test_a_transport_with_checks_of_its_own_keeps_them() -> None:
-    books: Ledger[str] = Ledger(Region.of(bytearray(10)), TransportSettings(), lambda *_: None)
+    books: Ledger[str] = Ledger(Region.of(bytearray(10)), TransportSettings(), lambda _, runs: runs)
     books.add_peer(PEER, Endpoint("test", 10, {}), "link")
     assert books.move_now(BATCH, lambda *_: (5, "")) is None
     books.close()

@@ -23,18 +23,19 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from kvbaton.bench.report import BenchReport, BenchRow, Setting, describe_hardware
 from kvbaton.bench.wire.pages import POISON
 from kvbaton.core.handoff import Incarnation
-from kvbaton.core.plan import Runs
+from kvbaton.core.strips import Plan, Runs, Strip, TokenPattern, unroll
 from kvbaton.errors import ConfigError, LocalError
 from kvbaton.transport.base import Batch, Direction, Endpoint, PeerRank, TransportSettings
 from kvbaton.transport.cuda import CudaTransport, DeviceRegion
-from kvbaton.transport.cuda.copier import GpuCopier, Launch, Placement, Segment, launches_for
+from kvbaton.transport.cuda.copier import AnyLaunch, GpuCopier
 from kvbaton.transport.cuda.driver import CudaDriver
+from kvbaton.transport.cuda.launch import Placement, Segment, launches_for
 from kvbaton.transport.cuda.region import Mapping, open_parts, read_parts
+from kvbaton.transport.cuda.strip_launch import strip_launches
 from kvbaton.transport.source_process import SourceProcess
 
 __all__ = ["PLANES", "TOKEN_BYTES", "main", "measure_cuda", "patterns"]
@@ -62,12 +63,13 @@ _CHUNK_WORDS = 1 << 26
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pattern:
-    """One batch: runs of one length, whose offsets are multiples of it on both sides."""
+    """One batch: runs of one length, whose offsets are multiples of it on both sides; `posted` as an agent would post them."""
 
     name: str
     run_bytes: int
     source_bytes: int
     target_bytes: int
+    posted: Runs | Plan
     runs: Runs
 
     @property
@@ -95,12 +97,14 @@ def _pages(name: str, tokens: int, slice_bytes: int, random: np.random.Generator
     pool = int(blocks * _SPARE)
     source_page, target_page = _BLOCK_TOKENS * TOKEN_BYTES, _BLOCK_TOKENS * slice_bytes
     is_whole = slice_bytes == TOKEN_BYTES
-    within = np.zeros(1, np.int64) if is_whole else np.arange(_BLOCK_TOKENS)
-    source = _offsets(random.permutation(pool)[:blocks], pool, source_page, within * TOKEN_BYTES)
-    target = _offsets(random.permutation(pool)[:blocks], pool, target_page, within * slice_bytes)
-    run_bytes = target_page if is_whole else slice_bytes
+    source, target = random.permutation(pool)[:blocks], np.sort(random.permutation(pool)[:blocks])  # plans are in this order
+    planes, count = np.arange(PLANES), np.full(blocks, target_page if is_whole else _BLOCK_TOKENS)
+    places = np.stack([source * source_page, target * target_page, count], axis=1)
+    slots = np.stack([planes * (pool * source_page), planes * (pool * target_page), planes * 0], axis=1)
+    token = None if is_whole else TokenPattern(np.array([[0, 0, slice_bytes]]), TOKEN_BYTES, slice_bytes)
+    plan = Plan((Strip(slots, places, token),))
     sizes = PLANES * pool * source_page, PLANES * pool * target_page
-    return Pattern(name, run_bytes, *sizes, _runs(source, target, run_bytes))
+    return Pattern(name, target_page if is_whole else slice_bytes, *sizes, plan, unroll(plan))
 
 
 def _slots(name: str, wire_bytes: int, run_bytes: int, random: np.random.Generator) -> Pattern:
@@ -108,16 +112,8 @@ def _slots(name: str, wire_bytes: int, run_bytes: int, random: np.random.Generat
     count = wire_bytes // run_bytes
     pool = int(count * _SPARE)
     source, target = (random.permutation(pool)[:count] * run_bytes for _ in range(2))
-    return Pattern(name, run_bytes, pool * run_bytes, pool * run_bytes, _runs(source, target, run_bytes))
-
-
-def _offsets(ids: npt.NDArray[np.int64], pool: int, page_bytes: int, within: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    planes = np.arange(PLANES)[:, None, None] * (pool * page_bytes)
-    return np.asarray((planes + ids[None, :, None] * page_bytes + within).reshape(-1))
-
-
-def _runs(source: npt.NDArray[np.int64], target: npt.NDArray[np.int64], run_bytes: int) -> Runs:
-    return np.stack([source, target, np.full(len(source), run_bytes)], axis=1).astype(np.uint64)
+    runs = np.stack([source, target, np.full(count, run_bytes)], axis=1).astype(np.uint64)
+    return Pattern(name, run_bytes, pool * run_bytes, pool * run_bytes, runs, runs)
 
 
 def _fill_source(torch: Any, source: Any) -> None:
@@ -200,17 +196,20 @@ class _CudaStand:
     def copy_all_but_one(self, pattern: Pattern) -> None:
         """The negative control: everything but the last run."""
         launches = launches_for(pattern.runs[:-1], self._mapping.placement, self._placement)
-        self._run_kernel(launches, self.target)
+        self._run_kernel([*launches], self.target)
 
     def _time_full(self) -> float:
         source, target = self._full
         return self._between_events(lambda: target.copy_(source, non_blocking=True), target)
 
     def _time_kernel(self, pattern: Pattern) -> float:
-        launches = launches_for(pattern.runs, self._mapping.placement, self._placement)
-        return self._run_kernel(launches, self.target[: pattern.target_bytes])
+        places = self._mapping.placement, self._placement
+        launches: list[AnyLaunch] = []
+        if isinstance(pattern.posted, Plan):
+            launches += strip_launches(pattern.posted, *places) or ()
+        return self._run_kernel(launches or [*launches_for(pattern.runs, *places)], self.target[: pattern.target_bytes])
 
-    def _run_kernel(self, launches: list[Launch], target: Any) -> float:
+    def _run_kernel(self, launches: list[AnyLaunch], target: Any) -> float:
         tables = self._copier.stage(launches)
         floors = self._mapping.placement.floor, self._placement.floor
         return self._between_events(lambda: self._copier.queue(launches, tables, *floors), target)
@@ -234,7 +233,7 @@ class _CudaStand:
         self.target[: pattern.target_bytes].fill_(POISON)
         self._torch.cuda.synchronize()
         start = time.perf_counter()
-        self._transport.post(Batch(_PEER, Direction.READ, pattern.runs))
+        self._transport.post(Batch(_PEER, Direction.READ, pattern.posted))
         posted = time.perf_counter()
         if not select.select([self._transport.wakeup_fd], [], [], _BATCH_S)[0]:
             raise LocalError(f"{pattern.name}: no completion within {_BATCH_S:g} s")

@@ -1,34 +1,31 @@
-"""Copies on a GPU: from runs to what one kernel launch needs, on one stream, with one table. Imports torch when it is made.
+"""Copies on a GPU: launches of the kernels on one stream, with one table. Imports torch when it is made.
 
-Each program of the kernel copies a *tile*: some rows of one *piece* each, step by step. A piece is a power of two of bytes, so
-that every thread of a row moves 16 bytes at a time; a run is one or more pieces, the last of which may be shorter. Runs of one
-length (the rule: pages, or slices of pages) need two numbers each, and the kernel works out the pieces; others are cut here,
-and need a third. Runs that do not start and end on 16 bytes go into a launch of their own, with the largest unit that fits
-them all.
+A long table, of runs, is read from pinned memory of the host while the kernel copies: to bring it to the GPU first would cost
+more than the copies when runs are short (256-byte runs need 3 % of what they move). A short one, of a plan, is brought there
+first: each number of it is read many times.
 
-The kernel reads its table from pinned memory of the host, while it copies: a table that is brought to the GPU first costs more
-than the copies when runs are short (256-byte runs need 3 % of what they move).
+What is started with a descriptor ends with a number that the GPU writes into pinned memory, and a thread in C waits for.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from kvbaton.core.plan import Runs
-from kvbaton.errors import ConfigError, RangeError, TransportError
+from kvbaton.core.strips import NO_SLOT, Plan, Runs, Strip
+from kvbaton.errors import ConfigError, TransportError
+from kvbaton.transport.cuda.driver import CudaDriver
+from kvbaton.transport.cuda.launch import Launch, Placement, Segment, launches_for
+from kvbaton.transport.cuda.quick_start import CALLS, EndFlag, QuickStart
+from kvbaton.transport.cuda.strip_launch import StripLaunch, strip_launches
+from kvbaton.transport.runs import StripTable
 
-__all__ = ["Copier", "GpuCopier", "LINE_BYTES", "Launch", "Placement", "Segment", "launches_for"]
+__all__ = ["AnyLaunch", "Copier", "GpuCopier"]
 
-_BYTES = 2
-
-LINE_BYTES = 16
-"""What one thread moves at a time."""
+AnyLaunch = Launch | StripLaunch
 
 _FIRST_TABLE_BYTES = 1 << 20
 _PAUSE_S = 0.00002
@@ -36,226 +33,32 @@ _EAGER_S = 0.0002
 _ALIGN = 16
 _PROBE_BYTES = 32 << 10
 _PROBE_S = 30.0
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Segment:
-    """A part of a region that is one piece of memory here."""
-
-    offset: int
-    segment_bytes: int
-    address: int
-
-    @property
-    def end(self) -> int:
-        """First offset behind it."""
-        return self.offset + self.segment_bytes
-
-
-class Placement:
-    """The segments of one region, in order of their offsets; `floor` is an address at or below all of them, on 16 bytes."""
-
-    def __init__(self, segments: Sequence[Segment]) -> None:
-        self._segments = tuple(sorted(segments))
-        self._starts = np.array([segment.offset for segment in self._segments], np.uint64)
-        self._ends = np.array([segment.end for segment in self._segments], np.uint64)
-        lowest = min(segment.address for segment in self._segments)
-        self.floor = lowest - lowest % LINE_BYTES
-        self.extent = max(segment.address + segment.segment_bytes for segment in self._segments) - self.floor
-        shifts = [segment.address - self.floor - segment.offset for segment in self._segments]
-        self._shifts = np.array(shifts, np.int64).astype(np.uint64)
-
-    def check(self, runs: Runs, column: int, side: str) -> None:
-        """Raise RangeError, naming the run, when one lies where the region holds no memory; `column` 0 is the source's."""
-        if len(self._segments) == 1 and not self._segments[0].offset:
-            return
-        at, ends = runs[:, column], runs[:, column] + runs[:, _BYTES]
-        bad = (self._index(at) < 0) | (self._covered_to(at) < ends)
-        if (bad & (runs[:, _BYTES] > 0)).any():
-            row = int((bad & (runs[:, _BYTES] > 0)).argmax())
-            raise RangeError(
-                f"run {row}: {side} offset {at[row]} with {runs[row, _BYTES]} bytes lies in a gap of the {side} region, "
-                f"which has memory in {len(self._segments)} parts"
-            )
-
-    def cut(self, runs: Runs, column: int) -> Runs:
-        """The same copies in runs that do not cross from one segment into the next; they must have passed `check`."""
-        if len(self._segments) == 1:
-            return runs
-        pieces = []
-        while len(runs):
-            room = self._ends[self._index(runs[:, column])] - runs[:, column]
-            first = runs.copy()
-            first[:, _BYTES] = np.minimum(runs[:, _BYTES], room)
-            pieces.append(first)
-            crosses = runs[:, _BYTES] > room
-            runs = runs[crosses] + room[crosses, None] * np.array([1, 1, 0], np.uint64)
-            runs[:, _BYTES] -= room[crosses]
-        return np.concatenate(pieces) if pieces else runs
-
-    def locate(self, offsets: Runs) -> Runs:
-        """Distances from `floor` to where the bytes at `offsets` lie."""
-        if len(self._segments) > 1:
-            return np.add(offsets, self._shifts[self._index(offsets)])
-        return np.add(offsets, self._shifts) if self._shifts[0] else offsets
-
-    def _index(self, offsets: Runs) -> npt.NDArray[np.intp]:
-        return np.searchsorted(self._starts, offsets, side="right") - 1
-
-    def _covered_to(self, offsets: Runs) -> Runs:
-        """Up to where memory goes on without a gap from `offsets`; the offset itself where there is none."""
-        reach = self._ends.copy()
-        for index in range(len(reach) - 2, -1, -1):
-            if self._starts[index + 1] == self._ends[index]:
-                reach[index] = reach[index + 1]
-        return reach[self._index(offsets)]
-
-
-class Tile(NamedTuple):
-    """What one program of the kernel copies: rows of a piece each, so many bytes of each at a time, by so many warps."""
-
-    rows: int
-    step_bytes: int
-    warps: int
-
-
-_TILES = {
-    32 << 10: Tile(1, 4 << 10, 8),
-    16 << 10: Tile(1, 4 << 10, 8),
-    8 << 10: Tile(1, 4 << 10, 4),
-    4 << 10: Tile(2, 4 << 10, 8),
-    2 << 10: Tile(4, 2 << 10, 1),
-    1 << 10: Tile(4, 1 << 10, 2),
-    512: Tile(32, 512, 1),
-    256: Tile(32, 256, 1),
-    128: Tile(64, 128, 2),
-}
-"""The best tile for each size of piece, largest first, as measured on an H200 (the kernel reads its table from the host)."""
-
-_BYTE_TILE = Tile(8, 512, 4)
-_WASTE = 1.07
-_HALF_WORD = 1 << 32
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Launch:
-    """One kernel launch. Offsets and lengths are in units, offsets relative to the floors of the two placements."""
-
-    unit_bytes: int
-    piece_bytes: int
-    pieces: int
-    pieces_per_run: int
-    run_bytes: int
-    """Length of every run; 0 when `lengths` has it for each."""
-    offsets: npt.NDArray[Any]
-    """Source and target offset of every run: the halves of a uint64, source in the lower one, or two int64."""
-    lengths: npt.NDArray[np.int32]
-    """Length of every run where they differ; otherwise empty."""
-
-    @property
-    def tile(self) -> Tile:
-        """What one program copies."""
-        return _TILES[self.piece_bytes] if self.unit_bytes == LINE_BYTES else _BYTE_TILE
-
-    @property
-    def programs(self) -> int:
-        """How many programs there are."""
-        return -(-self.pieces // self.tile.rows)
-
-    @property
-    def is_even(self) -> bool:
-        """Whether every piece is full."""
-        return self.run_bytes > 0 and self.run_bytes % self.piece_bytes == 0
-
-
-def launches_for(runs: Runs, source: Placement, target: Placement) -> list[Launch]:
-    """The launches, one as a rule, that make the copies of `runs`, which have no empty ones and lie inside both placements."""
-    runs = target.cut(source.cut(runs, 0), 1)
-    if not len(runs):
-        return []
-    columns = _Columns(source.locate(runs[:, 0]), target.locate(runs[:, 1]), np.ascontiguousarray(runs[:, 2]))
-    extent = max(source.extent, target.extent)
-    unit = columns.unit()
-    if unit == LINE_BYTES:
-        return [_launch(columns, unit, extent)]
-    odd = columns.are_odd()
-    if odd.all():
-        return [_launch(columns, unit, extent)]
-    return [_launch(columns.part(~odd), LINE_BYTES, extent), _launch(columns.part(odd), unit, extent)]
-
-
-class _Columns(NamedTuple):
-    """Runs by column: where they are read, where they are written, how long they are."""
-
-    source: Runs
-    target: Runs
-    lengths: Runs
-
-    def unit(self) -> int:
-        """The largest power of two, up to a line, that divides every number."""
-        together = LINE_BYTES
-        for column in self:
-            together |= int(np.bitwise_or.reduce(column))
-        return together & -together
-
-    def are_odd(self) -> npt.NDArray[np.bool_]:
-        """Which runs do not lie on lines."""
-        bits = (self.source | self.target | self.lengths) & np.uint64(LINE_BYTES - 1)
-        return np.asarray(bits != 0, np.bool_)
-
-    def part(self, which: npt.NDArray[np.bool_]) -> _Columns:
-        """Some of them."""
-        return _Columns(*(column[which] for column in self))
-
-    def cut(self, piece: int) -> _Columns:
-        """Cut into pieces, the last one of each run perhaps shorter."""
-        counts = -(-self.lengths.astype(np.int64) // piece)
-        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        skip = (within * piece).astype(np.uint64)
-        source, target, left = (np.repeat(column, counts) for column in self)
-        return _Columns(source + skip, target + skip, np.minimum(left - skip, np.uint64(piece)))
-
-
-def _launch(columns: _Columns, unit: int, extent: int) -> Launch:
-    lengths = columns.lengths
-    first = int(lengths[0])
-    is_uniform = bool((lengths == lengths[0]).all())
-    piece = _piece(lengths[:1] if is_uniform else lengths) if unit == LINE_BYTES else _BYTE_TILE.step_bytes
-    per_run = -(-first // piece) if is_uniform else 1
-    if not is_uniform:
-        columns = columns.cut(piece)
-    offsets = _pack(columns, unit.bit_length() - 1, extent)
-    own_lengths = (columns.lengths[: 0 if is_uniform else None] // unit).astype(np.int32)
-    return Launch(unit, piece, len(offsets) * per_run, per_run, first if is_uniform else 0, offsets, own_lengths)
-
-
-def _pack(columns: _Columns, shift: int, extent: int) -> npt.NDArray[Any]:
-    """Source and target offset of each run, in units: in one word, or in two where they are too large for half of one."""
-    if extent >> shift < _HALF_WORD:
-        packed: npt.NDArray[Any] = columns.source >> np.uint64(shift)
-        packed |= columns.target << np.uint64(32 - shift)
-        return packed
-    return np.stack([columns.source >> np.uint64(shift), columns.target >> np.uint64(shift)], axis=1).astype(np.int64)
-
-
-def _piece(lengths: Runs) -> int:
-    """The largest piece that leaves few threads without work."""
-    total = float(lengths.sum())
-    best, least = 0, float("inf")
-    for piece in _TILES:
-        covered = float((-(-lengths.astype(np.int64) // piece)).sum()) * piece
-        if covered <= total * _WASTE:
-            return piece
-        if covered < least:
-            best, least = piece, covered
-    return best
+_SHORT_TABLE_BYTES = 256 << 10
+_WORD_BITS = 31
+_ADDRESSES = 5
 
 
 class Copier(Protocol):
     """What makes the copies of launches, in order."""
 
-    def start(self, launches: Sequence[Launch], source: int, target: int) -> None:
-        """Queue the copies; `source` and `target` are the floors that the tables start from. Raises TransportError."""
+    @property
+    def can_wake(self) -> bool:
+        """Whether `start` takes a descriptor."""
+
+    def start(self, launches: Sequence[AnyLaunch], source: int, target: int, wakeup_fd: int = -1) -> None:
+        """Queue the copies; `source` and `target` are the floors that the tables start from. Raises TransportError.
+
+        The descriptor, if there is one, gets a byte when they are done.
+        """
+
+    def start_plan(self, plan: StripTable, source: Placement, target: Placement, wakeup_fd: int, most_bytes: int) -> int:
+        """Queue the copies of a plan, which was checked, as `start` does; how many bytes they have. Raises TransportError.
+
+        0, and nothing was queued, where it has more than `most_bytes`, or `start` has to do it.
+        """
+
+    def has_ended(self) -> bool:
+        """Whether what was started with a descriptor is done, and its byte written. Raises TransportError."""
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until all that was started is done, at most `timeout_s`; returns whether it is. Raises TransportError."""
@@ -265,77 +68,135 @@ class Copier(Protocol):
 
 
 class GpuCopier:
-    """Copies with the Triton kernel on a stream of its own. For one thread at a time, and one batch at a time."""
+    """Copies with the Triton kernels on a stream of its own. For one thread at a time, and one batch at a time."""
 
     def __init__(self, device: int) -> None:
-        """Make one copy, so that the kernel is compiled. Raises ConfigError when torch, Triton or the GPU does not work."""
-        self._torch, self._kernel = _import()
+        """Make two copies, so that kernels are compiled. Raises ConfigError when torch, Triton or the GPU does not work."""
+        self._torch, self._kernel, self._strip_kernel = _import()
         if not self._torch.cuda.is_available():
             raise ConfigError("transport cuda: torch sees no GPU; install a torch that was built for CUDA, and a driver")
         self._device = device
         self.stream: Any = self._torch.cuda.Stream(device)
-        self._done: Any = self._torch.cuda.Event()
+        self._handle: int = self.stream.cuda_stream
+        self._on_gpu: Any = self._torch.empty(_SHORT_TABLE_BYTES, dtype=self._torch.uint8, device=f"cuda:{device}")
+        self._driver = CudaDriver(device)
+        self._compiled: dict[Hashable, Any] = {}
+        self._flag_memory: Any = self._torch.zeros(1, dtype=self._torch.int32, pin_memory=True)
+        self._flag = EndFlag.open(self._flag_memory.data_ptr())
+        self._quick: QuickStart | None = None
+        if self._flag is not None:
+            calls = [self._driver.address_of(name) for name in CALLS]
+            table = (self._on_gpu.data_ptr(), _SHORT_TABLE_BYTES)
+            self._quick = QuickStart(calls, self._driver.context, self._handle, table, self._flag)
         self._grow(_FIRST_TABLE_BYTES)
         self._probe()
 
-    def start(self, launches: Sequence[Launch], source: int, target: int) -> None:
+    @property
+    def can_wake(self) -> bool:
+        """Whether `start` takes a descriptor."""
+        return self._flag is not None
+
+    def start(self, launches: Sequence[AnyLaunch], source: int, target: int, wakeup_fd: int = -1) -> None:
         """Queue one kernel per launch; returns before they run. Raises TransportError."""
         try:
-            self.queue(launches, self.stage(launches), source, target)
+            self.queue(launches, self.stage(launches), source, target, wakeup_fd)
         except RuntimeError as error:
             raise TransportError(f"GPU {self._device} did not take a copy: {error}") from error
 
-    def stage(self, launches: Sequence[Launch]) -> list[int]:
-        """Put all tables where the GPU reads them, in pinned memory; their addresses, offsets before lengths per launch.
+    def stage(self, launches: Sequence[AnyLaunch]) -> list[list[int]]:
+        """Put all tables into pinned memory; where the kernels find them, one list per launch.
 
         What was queued before must be done: its tables are written over.
         """
-        parts = [part for launch in launches for part in (launch.offsets, launch.lengths)]
-        ends = np.cumsum([-(-part.nbytes // _ALIGN) * _ALIGN for part in parts]).tolist()
-        if ends and ends[-1] > len(self._staging):
-            self._grow(max(ends[-1], 2 * len(self._staging)))
-        starts = [0, *ends[:-1]]
-        for start, part in zip(starts, parts, strict=True):
-            self._staging[start : start + part.nbytes] = part.reshape(-1).view(np.uint8)
-        return [self._pinned.data_ptr() + start for start in starts]
+        needed = sum(-(-table.nbytes // _ALIGN) * _ALIGN for launch in launches for table in launch.tables)
+        if needed > len(self._staging):
+            self._grow(max(needed, 2 * len(self._staging)))
+        self._short_bytes = needed if needed <= _SHORT_TABLE_BYTES and _are_strips(launches) else 0
+        first = self._on_gpu.data_ptr() if self._short_bytes else self._pinned.data_ptr()
+        start, found = 0, []
+        for launch in launches:
+            addresses = []
+            for table in launch.tables:
+                if table.nbytes:
+                    self._staging[start : start + table.nbytes] = table.reshape(-1).view(np.uint8)
+                addresses.append(first + start)
+                start += -(-table.nbytes // _ALIGN) * _ALIGN
+            found.append(addresses)
+        return found
 
-    def queue(self, launches: Sequence[Launch], tables: Sequence[int], source: int, target: int) -> None:
+    def queue(
+        self, launches: Sequence[AnyLaunch], tables: Sequence[Sequence[int]], source: int, target: int, wakeup_fd: int = -1
+    ) -> None:
         """Queue the kernels over tables that were staged; returns before they run."""
-        with self._torch.cuda.stream(self.stream):
-            try:
-                for launch, offsets, lengths in zip(launches, tables[::2], tables[1::2], strict=True):
-                    self._launch(launch, source, target, offsets, lengths)
-            finally:
-                self._done.record(self.stream)
+        with self._driver.entered():
+            if self._short_bytes:
+                self._driver.bring(self._on_gpu.data_ptr(), self._pinned.data_ptr(), self._short_bytes, self._handle)
+            for launch, addresses in zip(launches, tables, strict=True):
+                self._launch(launch, (source, target, *addresses, *launch.numbers))
+            if wakeup_fd >= 0 and self._flag is not None:
+                self._write_end(self._flag, wakeup_fd)
+
+    def start_plan(self, plan: StripTable, source: Placement, target: Placement, wakeup_fd: int, most_bytes: int) -> int:
+        return self._quick.start(plan, source, target, wakeup_fd, most_bytes) if self._quick is not None else 0
+
+    def has_ended(self) -> bool:
+        if self._flag is None or self._flag.was_seen():
+            return True
+        self._is_idle()  # raises when the GPU has failed, and then nothing writes the number
+        return False
 
     def wait(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
         eager_until = time.monotonic() + _EAGER_S
-        try:
-            while not self._done.query():
-                now = time.monotonic()
-                if now >= deadline:
-                    return False
-                time.sleep(0 if now < eager_until else _PAUSE_S)
-        except RuntimeError as error:
-            raise TransportError(f"GPU {self._device} failed during a copy: {error}") from error
+        while not (self._is_idle() and (self._flag is None or self._flag.was_seen())):
+            now = time.monotonic()
+            if now >= deadline:
+                return False
+            time.sleep(0 if now < eager_until else _PAUSE_S)
         return True
 
+    def _write_end(self, flag: EndFlag, wakeup_fd: int) -> None:
+        """Have the next number written behind what is queued. Raises TransportError."""
+        number = flag.next_number()
+        try:
+            self._driver.write_number(flag.address, number, self._handle)
+        except TransportError:
+            flag.stop()
+            raise
+        flag.wait_for(number, wakeup_fd)
+
+    def _is_idle(self) -> bool:
+        """Whether all that was queued is done. Raises TransportError when the GPU has failed."""
+        try:
+            return bool(self.stream.query())
+        except RuntimeError as error:
+            if self._flag is not None:
+                self._flag.stop()
+            raise TransportError(f"GPU {self._device} failed during a copy: {error}") from error
+
     def close(self) -> None:
+        flag, self._flag, self._quick = self._flag, None, None
+        if flag is not None:
+            flag.close()
         self._grow(0)
+        self._on_gpu = self._on_gpu[:0]
+        self._driver.close()
 
     def _probe(self) -> None:
-        """Copy one page, as most batches will."""
+        """Copy one page with each kernel, as most batches will."""
         try:
             source, target = (
                 self._torch.full((_PROBE_BYTES,), fill, dtype=self._torch.uint8, device=f"cuda:{self._device}")
                 for fill in (1, 2)
             )
-            self._torch.cuda.synchronize(self._device)
             places = [Placement([Segment(0, _PROBE_BYTES, tensor.data_ptr())]) for tensor in (source, target)]
-            launches = launches_for(np.array([[0, 0, _PROBE_BYTES]], np.uint64), *places)
-            self.start(launches, places[0].floor, places[1].floor)
-            works = self.wait(_PROBE_S) and bool(self._torch.equal(source, target))
+            page = np.array([[0, 0, _PROBE_BYTES]], np.uint64)
+            works = True
+            for launches in (launches_for(page, *places), strip_launches(_as_plan(page), *places)):
+                target.fill_(2)
+                self._torch.cuda.synchronize(self._device)
+                self.start(launches or (), places[0].floor, places[1].floor)
+                works = works and self.wait(_PROBE_S) and bool(self._torch.equal(source, target))
         except (RuntimeError, TransportError) as error:
             raise ConfigError(f"transport cuda: a first copy on GPU {self._device} failed: {error}") from error
         if not works:
@@ -344,32 +205,37 @@ class GpuCopier:
     def _grow(self, table_bytes: int) -> None:
         self._pinned = self._torch.empty(table_bytes, dtype=self._torch.uint8, pin_memory=table_bytes > 0)
         self._staging = self._pinned.numpy()
+        if self._quick is not None:
+            self._quick.use(self._pinned.data_ptr())
 
-    def _launch(self, launch: Launch, source: int, target: int, offsets: int, lengths: int) -> None:
-        self._kernel[(launch.programs,)](
-            source,
-            target,
-            offsets,
-            lengths,
-            launch.pieces,
-            launch.pieces_per_run,
-            launch.run_bytes // launch.unit_bytes,
-            UNIT=launch.unit_bytes,
-            PIECE=launch.piece_bytes // launch.unit_bytes,
-            STEP=launch.tile.step_bytes // launch.unit_bytes,
-            ROWS=launch.tile.rows,
-            WIDE=launch.offsets.dtype == np.int64,
-            EVEN=launch.is_even,
-            RAGGED=launch.run_bytes == 0,
-            num_warps=launch.tile.warps,
-        )
+    def _launch(self, launch: AnyLaunch, arguments: tuple[int, ...]) -> None:
+        """Queue one kernel. A compiled one is called again without what the compiler's front looks at each time."""
+        grid = (launch.programs, 1, 1)
+        key = (type(launch), launch.constants, *(number >> _WORD_BITS != 0 for number in arguments))
+        compiled = self._compiled.get(key)
+        if compiled is not None:
+            compiled[grid](*arguments, *launch.constants, stream=self._handle)
+            return
+        kernel = self._strip_kernel if isinstance(launch, StripLaunch) else self._kernel
+        with self._torch.cuda.stream(self.stream):
+            self._compiled[key] = compiled = kernel[grid](*arguments, *launch.constants, num_warps=launch.tile.warps)
+        if self._quick is not None and isinstance(launch, StripLaunch) and not any(key[2 + _ADDRESSES :]):
+            self._quick.learn(launch, compiled)
 
 
-def _import() -> tuple[Any, Any]:
+def _are_strips(launches: Sequence[AnyLaunch]) -> bool:
+    return all(isinstance(launch, StripLaunch) for launch in launches)
+
+
+def _as_plan(runs: Runs) -> Plan:
+    return Plan((Strip(NO_SLOT, runs.view(np.int64)),))
+
+
+def _import() -> tuple[Any, Any, Any]:
     try:
         import torch
 
-        from kvbaton.transport.cuda.kernel import copy_pieces
+        from kvbaton.transport.cuda.kernel import copy_pieces, copy_strip
     except ImportError as error:
         raise ConfigError(f"transport cuda needs torch and Triton ({error}); pip install 'kvbaton[cuda]'") from error
-    return torch, copy_pieces
+    return torch, copy_pieces, copy_strip

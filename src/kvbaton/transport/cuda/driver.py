@@ -77,7 +77,7 @@ class CudaDriver:
 
     def allocation(self, address: int) -> GpuAllocation:
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
-        with self._current():
+        with self.entered():
             code = self._cuda.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
         self._check(code, f"find the allocation of address {address:#x}")
         return GpuAllocation(base.value, size.value)
@@ -85,7 +85,7 @@ class CudaDriver:
     def share(self, address: int) -> bytes:
         """A handle under which other processes can open the allocation that holds `address`. Raises ConfigError."""
         handle = _Handle()
-        with self._current():
+        with self.entered():
             code = self._cuda.cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(address))
         if code == _INVALID_VALUE:
             raise ConfigError(
@@ -101,7 +101,7 @@ class CudaDriver:
         if len(handle) != HANDLE_BYTES:
             raise TransportError(f"an IPC handle has {HANDLE_BYTES} bytes, not {len(handle)}")
         address = ctypes.c_uint64()
-        with self._current():
+        with self.entered():
             code = self._cuda.cuIpcOpenMemHandle_v2(
                 ctypes.byref(address), _Handle.from_buffer_copy(handle), ctypes.c_uint(_LAZY_PEER_ACCESS)
             )
@@ -109,17 +109,43 @@ class CudaDriver:
         return self.allocation(address.value)
 
     def forget(self, address: int) -> None:
-        with self._current():
+        with self.entered():
             code = self._cuda.cuIpcCloseMemHandle(ctypes.c_uint64(address))
         self._check(code, f"close the peer's memory at {address:#x}")
 
     def flip_byte(self, address: int) -> None:
         """Invert one byte of GPU memory: for negative controls."""
         byte = ctypes.c_uint8()
-        with self._current():
+        with self.entered():
             self._check(self._cuda.cuMemcpyDtoH_v2(ctypes.byref(byte), ctypes.c_uint64(address), _ONE), "read a byte")
             byte.value ^= 0xFF
             self._check(self._cuda.cuMemcpyHtoD_v2(ctypes.c_uint64(address), ctypes.byref(byte), _ONE), "write a byte")
+
+    @property
+    def context(self) -> int:
+        """The GPU's context."""
+        return self._context.value or 0
+
+    def address_of(self, name: str) -> int:
+        """Where a function of the driver is. Raises TransportError."""
+        try:
+            return ctypes.cast(getattr(self._cuda, name), ctypes.c_void_p).value or 0
+        except AttributeError as error:
+            raise TransportError(f"the CUDA driver has no {name}") from error
+
+    def bring(self, target: int, source: int, count: int, stream: int) -> None:
+        """Queue a copy from pinned memory to the GPU; the context must be entered. Raises TransportError."""
+        code = self._cuda.cuMemcpyHtoDAsync_v2(
+            ctypes.c_uint64(target), ctypes.c_void_p(source), ctypes.c_size_t(count), ctypes.c_void_p(stream)
+        )
+        self._check(code, "copy a table")
+
+    def write_number(self, address: int, number: int, stream: int) -> None:
+        """Have a number written when a stream has come so far; the context must be entered. Raises TransportError."""
+        code = self._cuda.cuStreamWriteValue32_v2(
+            ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(number), ctypes.c_uint(0)
+        )
+        self._check(code, "write a number")
 
     def close(self) -> None:
         """Release the GPU; torch keeps its own hold. Idempotent."""
@@ -129,7 +155,8 @@ class CudaDriver:
             self._check(self._cuda.cuDevicePrimaryCtxRelease_v2(self._device), "release the GPU")
 
     @contextmanager
-    def _current(self) -> Iterator[None]:
+    def entered(self) -> Iterator[None]:
+        """Make the GPU's context the thread's own for a while. Raises TransportError."""
         self._check(self._cuda.cuCtxPushCurrent_v2(self._context), "enter the GPU's context")
         try:
             yield

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from kvbaton.errors import ConfigError, TransportError
 from kvbaton.transport.base import AfterEvent, Region
-from kvbaton.transport.cuda.copier import Placement, Segment
 from kvbaton.transport.cuda.driver import HANDLE_BYTES, CudaDriver, GpuAllocation, MemoryDriver
+from kvbaton.transport.cuda.launch import Placement, Segment
 from kvbaton.transport.cuda.staging import DeviceMemory, Staging
 
 __all__ = [

@@ -16,7 +16,8 @@ import numpy as np
 
 from kvbaton.core.checks import Pieces
 from kvbaton.core.plan import Runs
-from kvbaton.transport.cuda.copier import Copier, GpuCopier, Launch, Placement, Segment, launches_for
+from kvbaton.transport.cuda.copier import Copier, GpuCopier
+from kvbaton.transport.cuda.launch import Launch, Placement, Segment, launches_for
 
 if TYPE_CHECKING:
     from kvbaton.transport.cuda.region import DeviceRegion

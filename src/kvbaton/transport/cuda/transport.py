@@ -9,6 +9,9 @@ event of a peer cannot be cancelled and has no deadline: one peer that stands st
 nothing: a target reads what its source has announced, and the source announces what its own event shows to be done.
 `queued_so_far` makes such a condition from a stream.
 
+A batch of few numbers is *begun* by `post` while nothing else moves: checked, launched, and left to the GPU, whose driver
+writes the byte that wakes the caller. No thread waits for the GPU then, nor for the interpreter.
+
 A peer that dies: the driver keeps memory alive while a process maps it, so a kernel that reads it does no harm; the peer's
 process is looked up before every launch and after the last byte, and a batch of a process that is gone is an error.
 """
@@ -16,17 +19,24 @@ process is looked up before every launch and after the last byte, and a batch of
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import numpy as np
+
+from kvbaton.core.strips import Plan, count_bytes, unroll
 from kvbaton.errors import ConfigError, PeerError, TransportError
-from kvbaton.transport.base import Endpoint, PeerRank, Region, Runs, TransportSettings
-from kvbaton.transport.cuda.copier import Copier, GpuCopier, Placement, launches_for
+from kvbaton.transport.base import AfterEvent, Batch, Direction, Endpoint, PeerRank, Region, Runs, Ticket, TransportSettings
+from kvbaton.transport.checks import check_batch
+from kvbaton.transport.cuda.copier import AnyLaunch, Copier, GpuCopier
 from kvbaton.transport.cuda.driver import CudaDriver, MemoryDriver
+from kvbaton.transport.cuda.launch import Placement, launches_for
 from kvbaton.transport.cuda.region import DeviceRegion, Mapping, open_parts, read_parts, share_region, write_parts
+from kvbaton.transport.cuda.strip_launch import strip_launches
 from kvbaton.transport.neighbour import Neighbour, NeighbourWatch
 from kvbaton.transport.queued import Ledger, QueuedTransport, SliceMover, detail
-from kvbaton.transport.runs import RunCursor
+from kvbaton.transport.runs import RunCursor, StripTable, load_loops
 
 __all__ = ["CudaTransport"]
 
@@ -34,6 +44,9 @@ log = logging.getLogger(__name__)
 
 MAX_LAUNCH_RUNS = 4 << 20
 """Most runs in one launch: bounds the table."""
+
+_BEGUN_ROWS = 4096
+"""Batches of at most so many runs, or slots and places, are begun by `post`, which has the interpreter's lock."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,39 +56,95 @@ class _PeerMemory:
     pid: int
     watch: NeighbourWatch
     mapping: Mapping
+    region_bytes: int
 
 
 class _GpuReach:
     """Copies with the kernel; owns the mappings of peers from `add` to `release`."""
 
-    def __init__(self, region: DeviceRegion, driver: MemoryDriver, copier: Copier, timeout_s: float) -> None:
+    def __init__(
+        self, region: DeviceRegion, driver: MemoryDriver, copier: Copier, starter: Copier | None, settings: TransportSettings
+    ) -> None:
+        """`copier` is for the mover, `starter` for what `post` begins."""
+        self._region_bytes = region.region_bytes
         self._target = Placement(region.spans)
         self._driver = driver
         self._copier = copier
-        self._timeout_s = timeout_s
+        self._starter = starter if starter is not None and starter.can_wake else None
+        self._timeout_s = settings.timeout_s
+        self._most_bytes = settings.launch_bytes
+        self._loops = load_loops()
         self._open: set[_PeerMemory] = set()
+        self._failure = ""
 
     def add(self, link: _PeerMemory) -> _PeerMemory:
         """Own the mapping of `link` from now on."""
         self._open.add(link)
         return link
 
-    def check(self, link: _PeerMemory, runs: Runs) -> None:
-        """Raise RangeError when a run lies where one of the regions has no memory."""
-        link.mapping.placement.check(runs, 0, "source")
-        self._target.check(runs, 1, "target")
+    def check(self, link: _PeerMemory, runs: Runs | StripTable) -> Runs | StripTable:
+        """Runs as they are copied. Raises RangeError when one lies where one of the regions has no memory."""
+        if isinstance(runs, StripTable) and strip_launches(runs.plan, link.mapping.placement, self._target) is not None:
+            return runs
+        return self._listed(link, runs)
 
     def copy(self, link: _PeerMemory, cursor: RunCursor, most_bytes: int, most_runs: int) -> int:
         self.confirm(link)
-        runs = cursor.peek(most_bytes, most_runs)
-        source = link.mapping.placement
+        plan, source = cursor.whole_plan(most_bytes), link.mapping.placement
+        launches: Sequence[AnyLaunch] | None = None
+        if plan is not None:
+            launches, moved = strip_launches(plan, source, self._target), plan.wire_bytes
+        if launches is None:
+            runs = cursor.peek(most_bytes, most_runs)
+            launches, moved = launches_for(runs, source, self._target), count_bytes(runs)
         try:
-            self._copier.start(launches_for(runs, source, self._target), source.floor, self._target.floor)
+            self._copier.start(launches, source.floor, self._target.floor)
         finally:
-            self._wait()
-        return int(runs[:, 2].sum())
+            self._wait(self._copier)
+        return moved
+
+    def begin(self, link: _PeerMemory, batch: Batch, wakeup_fd: int) -> int:
+        """Leave a batch to the GPU; see `Starter`."""
+        if self._starter is None or _rows(batch) > _BEGUN_ROWS:
+            return 0
+        runs, source = check_batch(batch, self._region_bytes, link.region_bytes, self._loops), link.mapping.placement
+        try:
+            link.watch.check()
+        except PeerError:
+            return 0  # the mover reports it
+        self._failure = ""
+        try:
+            begun = 0
+            if isinstance(runs, StripTable):
+                begun = self._starter.start_plan(runs, source, self._target, wakeup_fd, self._most_bytes)
+            if begun:
+                return begun
+            wire_bytes = count_bytes(runs.plan if isinstance(runs, StripTable) else runs)
+            if not 0 < wire_bytes <= self._most_bytes:
+                return 0
+            self._starter.start(self._launches(link, runs), source.floor, self._target.floor, wakeup_fd)
+        except BaseException:
+            self._wait(self._starter)
+            raise
+        return wire_bytes
+
+    def has_ended(self) -> bool:
+        try:
+            return self._starter is None or self._starter.has_ended()
+        except TransportError as error:
+            self._failure = str(error)
+            return True
+
+    def wait_end(self) -> None:
+        try:
+            if self._starter is not None:
+                self._wait(self._starter)
+        except TransportError as error:  # the GPU has failed: it copies nothing any more
+            self._failure = str(error)
 
     def confirm(self, link: _PeerMemory) -> None:
+        if self._failure:
+            raise TransportError(self._failure)
         link.watch.check()
 
     def release(self, link: _PeerMemory) -> None:
@@ -90,13 +159,44 @@ class _GpuReach:
         """Release all, and the GPU."""
         for link in tuple(self._open):
             self.release(link)
-        self._copier.close()
+        for copier in (self._copier, self._starter):
+            if copier is not None:
+                copier.close()
         self._driver.close()
 
-    def _wait(self) -> None:
+    def _launches(self, link: _PeerMemory, runs: Runs | StripTable) -> Sequence[AnyLaunch]:
+        """Raises RangeError when one of the runs lies where one of the regions has no memory."""
+        source, launches = link.mapping.placement, None
+        if isinstance(runs, StripTable):
+            launches = strip_launches(runs.plan, source, self._target)
+        return launches_for(self._listed(link, runs), source, self._target) if launches is None else launches
+
+    def _listed(self, link: _PeerMemory, runs: Runs | StripTable) -> Runs:
+        """Runs one by one. Raises RangeError when one lies where one of the regions has no memory."""
+        listed = np.asfortranarray(unroll(runs.plan)) if isinstance(runs, StripTable) else runs
+        link.mapping.placement.check(listed, 0, "source")
+        self._target.check(listed, 1, "target")
+        return listed
+
+    def _wait(self, copier: Copier) -> None:
         """Until target memory is quiet: a batch must not complete before, however long the GPU takes."""
-        while not self._copier.wait(self._timeout_s):
+        while not copier.wait(self._timeout_s):
             log.warning("a copy on the GPU has not ended within %g s; its batch stays in flight until it has", self._timeout_s)
+
+
+def _rows(batch: Batch) -> int:
+    """How many numbers there are to check."""
+    if not isinstance(batch.runs, Plan):
+        return batch.runs.size // 3
+    return sum((strip.slots.size + strip.places.size) // 3 for strip in batch.runs.strips)
+
+
+def _has_come(after: AfterEvent | None) -> bool:
+    """Whether a batch need not wait; an event that raises is left to the mover, which reports it."""
+    try:
+        return after is None or bool(after())
+    except Exception:  # noqa: BLE001 - the caller's event may raise anything
+        return False
 
 
 class CudaTransport(QueuedTransport[_PeerMemory]):
@@ -105,7 +205,11 @@ class CudaTransport(QueuedTransport[_PeerMemory]):
     name = "cuda"
 
     def __init__(
-        self, region: Region, settings: TransportSettings, driver: MemoryDriver | None = None, copier: Copier | None = None
+        self,
+        region: Region,
+        settings: TransportSettings,
+        driver: MemoryDriver | None = None,
+        copiers: tuple[Copier, Copier | None] | None = None,
     ) -> None:
         """Raises ConfigError when the region is not GPU memory that can be shared, or torch, Triton or the GPU is missing."""
         if not isinstance(region, DeviceRegion):
@@ -116,17 +220,26 @@ class CudaTransport(QueuedTransport[_PeerMemory]):
         with ExitStack() as parts:
             self._driver: MemoryDriver = driver or CudaDriver(region.device)
             parts.callback(self._driver.close)
-            self._copier: Copier = copier or GpuCopier(region.device)
-            parts.callback(self._copier.close)
+            copier, starter = copiers or (GpuCopier(region.device), GpuCopier(region.device))
+            for one in (copier, starter):
+                if one is not None:
+                    parts.callback(one.close)
             self._parts = share_region(region, self._driver)
             parts.pop_all()
-        self._reach = _GpuReach(region, self._driver, self._copier, settings.timeout_s)
-        ledger: Ledger[_PeerMemory] = Ledger(region, settings, self._reach.check)
+        self._reach = _GpuReach(region, self._driver, copier, starter, settings)
+        ledger: Ledger[_PeerMemory] = Ledger(region, settings, self._reach.check, self._reach)
         mover = SliceMover("cuda", ledger, settings, self._reach, settings.launch_bytes, MAX_LAUNCH_RUNS)
         super().__init__(region, settings, ledger, mover)
         # A launch takes longer to begin and to be seen than 100 MiB to copy, and beside kernels of another process each
         # launch waits for a time slice.
         self.batch_bytes = settings.launch_bytes
+
+    def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
+        if batch.direction is Direction.READ and _has_come(after):
+            ticket = self._ledger.begin_now(batch)
+            if ticket is not None:
+                return ticket
+        return super().post(batch, after)
 
     def _details(self) -> dict[str, str | int]:
         return {**self._neighbour.details(), "gpu": self._driver.gpu_id(), "parts": write_parts(self._parts)}
@@ -144,7 +257,7 @@ class CudaTransport(QueuedTransport[_PeerMemory]):
                 undo.callback(watch.close)
                 mapping = open_parts(parts, self._driver)
                 undo.pop_all()
-            return self._reach.add(_PeerMemory(process.pid, watch, mapping))
+            return self._reach.add(_PeerMemory(process.pid, watch, mapping, endpoint.region_bytes))
         except (PeerError, TransportError) as error:
             raise TransportError(
                 f"{name} cannot be reached: {error} (its GPU is {gpu}, this one {self._driver.gpu_id()})"

@@ -25,8 +25,9 @@ from typing import Protocol
 
 from kvbaton.core.plan import Runs
 from kvbaton.errors import ConfigError, RangeError, TransportError
-from kvbaton.transport.cuda.copier import Copier, GpuCopier, Placement, Segment, launches_for
+from kvbaton.transport.cuda.copier import Copier, GpuCopier
 from kvbaton.transport.cuda.driver import CudaDriver, MemoryDriver
+from kvbaton.transport.cuda.launch import Placement, Segment, launches_for
 from kvbaton.transport.cuda.region import DeviceRegion, Mapping, open_parts, read_parts, share_region, write_parts
 from kvbaton.transport.exchange.base import MemoryHandle
 from kvbaton.transport.exchange.memories import MemoryTable

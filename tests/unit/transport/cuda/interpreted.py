@@ -9,33 +9,50 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 
+from kvbaton.core.strips import Plan, Strip, TokenPattern, unroll
 from kvbaton.transport.base import Runs
-from kvbaton.transport.cuda.copier import Launch, Placement, Segment, launches_for
-from kvbaton.transport.cuda.kernel import copy_pieces
+from kvbaton.transport.cuda.kernel import copy_pieces, copy_strip
+from kvbaton.transport.cuda.launch import Launch, Placement, Segment, launches_for
+from kvbaton.transport.cuda.strip_launch import StripLaunch, strip_launches
 
 SIZE = 1 << 19
 POISON = 0xA5
 
 
-def launch_interpreted(launch: Launch, source: int, target: int) -> None:
+def interpret(launch: Launch | StripLaunch, source: int, target: int) -> None:
     """What `GpuCopier` does, without a GPU."""
-    unit = launch.unit_bytes
-    copy_pieces[(launch.programs,)](
-        source,
-        target,
-        int(launch.offsets.ctypes.data),
-        int(launch.lengths.ctypes.data),
-        launch.pieces,
-        launch.pieces_per_run,
-        launch.run_bytes // unit,
-        UNIT=unit,
-        PIECE=launch.piece_bytes // unit,
-        STEP=launch.tile.step_bytes // unit,
-        ROWS=launch.tile.rows,
-        WIDE=launch.offsets.ndim == 2,
-        EVEN=launch.is_even,
-        RAGGED=launch.run_bytes == 0,
-    )
+    kernel = copy_strip if isinstance(launch, StripLaunch) else copy_pieces
+    tables = (int(table.ctypes.data) for table in launch.tables)
+    kernel[(launch.programs,)](source, target, *tables, *launch.numbers, *launch.constants)
+
+
+def is_strip_right(strip: Strip) -> bool:
+    """Whether the kernel moves exactly the runs of a strip."""
+    source = np.random.default_rng(1).integers(0, POISON, SIZE, dtype=np.uint8)
+    target, expected = np.full(SIZE, POISON, np.uint8), np.full(SIZE, POISON, np.uint8)
+    for at, to, count in unroll(Plan((strip,))).tolist():
+        expected[to : to + count] = source[at : at + count]
+    places = [Placement([Segment(0, SIZE, int(memory.ctypes.data))]) for memory in (source, target)]
+    for launch in strip_launches(Plan((strip,)), *places) or ():
+        interpret(launch, places[0].floor, places[1].floor)
+    return np.array_equal(target, expected)
+
+
+def strip_cases() -> dict[str, Strip]:
+    """Pages, tokens of one and of several items, counts that are even and not."""
+    slots = np.array([[0, 131072, 0], [131072, 0, 0]])
+    pages = np.array([[0, 65536, 4096], [8192, 16384, 4096], [32768, 0, 4096]])
+    uneven = pages - np.array([[0, 0, 48], [0, 0, 0], [0, 0, 1024]])
+    tokens, some = pages.copy(), pages.copy()
+    tokens[:, 2], some[:, 2] = 16, (16, 3, 7)
+    one = TokenPattern(np.array([[0, 0, 256]]), 256, 256)
+    short = TokenPattern(np.array([[16, 0, 48]]), 256, 64)
+    several = TokenPattern(np.array([[0, 32, 32], [64, 96, 160]]), 240, 256)
+    cases = {"pages": Strip(slots, pages), "uneven pages": Strip(slots, uneven)}
+    for name, places in (("even", tokens), ("uneven", some)):
+        for kind, pattern in (("one", one), ("short", short), ("several", several)):
+            cases[f"{name} tokens, {kind}"] = Strip(slots, places, pattern)
+    return cases
 
 
 def is_right(runs: Runs, source_bias: int, target_bias: int, extent: int) -> bool:
@@ -48,7 +65,7 @@ def is_right(runs: Runs, source_bias: int, target_bias: int, extent: int) -> boo
         Placement([Segment(0, extent, int(m.ctypes.data) + b)]) for m, b in ((source, source_bias), (target, target_bias))
     ]
     for launch in launches_for(runs, *places):
-        launch_interpreted(launch, places[0].floor, places[1].floor)
+        interpret(launch, places[0].floor, places[1].floor)
     return np.array_equal(target, expected)
 
 
@@ -71,6 +88,7 @@ def main() -> int:
         for biases, extent in (((0, 0), SIZE), ((0, 0), 1 << 37), ((4, 8), SIZE))
         if not is_right(runs, *biases, extent)
     ]
+    wrong += [f"strip: {name}" for name, strip in strip_cases().items() if not is_strip_right(strip)]
     sys.stderr.write("\n".join(wrong))
     return 1 if wrong else 0
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gpu_stand_in import run_launch
 from kvbaton.errors import RangeError
 from kvbaton.transport.base import Runs
-from kvbaton.transport.cuda.copier import LINE_BYTES, Launch, Placement, Segment, launches_for
+from kvbaton.transport.cuda.launch import LINE_BYTES, Launch, Placement, Segment, launches_for
 
 SIZE = 1 << 16
 POISON = 0xA5

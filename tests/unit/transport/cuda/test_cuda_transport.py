@@ -6,6 +6,7 @@ import os
 import select
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,10 +17,12 @@ import pytest
 
 from gpu_stand_in import HostCopier, HostDriver, HostTensor
 from kvbaton.core.handoff import Incarnation
+from kvbaton.core.strips import NO_SLOT, Plan, Strip, TokenPattern, unroll
 from kvbaton.errors import ConfigError, RangeError, TransportError
 from kvbaton.transport.base import Batch, Completion, Direction, Endpoint, PeerRank, Region, Runs, TransportSettings
 from kvbaton.transport.cuda import CudaTransport, DeviceRegion
 from kvbaton.transport.cuda.region import read_parts
+from kvbaton.transport.cuda.strip_launch import StripLaunch
 from kvbaton.transport.neighbour import Neighbour, start_ticks
 
 PEER = PeerRank(Incarnation("source"))
@@ -37,7 +40,7 @@ class Pair:
     transport: CudaTransport
     endpoint: Endpoint
 
-    def read(self, runs: Runs) -> Completion:
+    def read(self, runs: Runs | Plan) -> Completion:
         self.transport.post(Batch(PEER, Direction.READ, runs))
         assert select.select([self.transport.wakeup_fd], [], [], PATIENCE_S)[0]
         return self.transport.poll()[0]
@@ -57,17 +60,31 @@ def part_of(endpoint: Endpoint, number: int, value: str) -> Endpoint:
     return changed(endpoint, parts=",".join(fields))
 
 
-@pytest.fixture
-def pair() -> Iterator[Pair]:
+def open_pair(starter: HostCopier | None) -> Iterator[Pair]:
     source, target = np.arange(4096, dtype=np.uint32).view(np.uint8), np.zeros(16384, np.uint8)
     driver, copier = HostDriver(source, target), HostCopier()
     settings = TransportSettings(timeout_s=0.05)
-    serving = CudaTransport(HostTensor(source).region, settings, HostDriver(source), HostCopier())
-    transport = CudaTransport(HostTensor(target).region, settings, driver, copier)
+    serving = CudaTransport(HostTensor(source).region, settings, HostDriver(source), (HostCopier(), None))
+    transport = CudaTransport(HostTensor(target).region, settings, driver, (copier, starter))
     transport.connect(PEER, serving.endpoint())
     yield Pair(source, target, driver, copier, transport, serving.endpoint())
     transport.close()
     serving.close()
+
+
+def connect_dead(pair: Pair) -> None:
+    """Connect the peer as a process that then dies."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    other = changed(pair.endpoint, pid=process.pid, start_ticks=start_ticks(process.pid))
+    pair.transport.revoke(PEER)
+    pair.transport.connect(PEER, other)
+    process.kill()
+    process.communicate(timeout=PATIENCE_S)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    yield from open_pair(None)
 
 
 def test_one_launch_per_batch(pair: Pair) -> None:
@@ -85,13 +102,123 @@ def test_a_batch_is_in_flight_until_the_gpu_is_done_however_long_it_takes(pair: 
     assert "stays in flight" in caplog.text
 
 
+def plan_of(pages: int, leave_out: int = 0) -> Plan:
+    """Two layers of pages of four tokens, in reverse."""
+    places = [(n * 1024, (pages - 1 - n) * 256, 4) for n in range(pages - leave_out)]
+    token = TokenPattern(np.array([[0, 0, 64]]), 256, 64)
+    return Plan((Strip(np.array([[0, 0, 0], [pages * 1024, pages * 256, 0]]), np.array(places), token),))
+
+
+class TestPlans:
+    """Plans are launched as they are, by the mover or by `post`."""
+
+    @pytest.fixture(params=["mover", "begun"])
+    def starter(self, request: pytest.FixtureRequest) -> HostCopier | None:
+        return HostCopier() if request.param == "begun" else None
+
+    @pytest.fixture
+    def planned(self, starter: HostCopier | None) -> Iterator[Pair]:
+        yield from open_pair(starter)
+
+    @pytest.mark.parametrize("leave_out", [0, 1])
+    def test_a_plan_is_one_launch_with_short_tables(self, planned: Pair, starter: HostCopier | None, leave_out: int) -> None:
+        runs = unroll(plan_of(8))
+        expected = np.zeros_like(planned.target)
+        for at, to, count in runs.tolist():
+            expected[to : to + count] = planned.source[at : at + count]
+        completion = planned.read(plan_of(8, leave_out))
+        assert (completion.error, completion.moved_bytes) == ("", (8 - leave_out) * 2 * 256)
+        assert np.array_equal(planned.target, expected) == (leave_out == 0)
+        [launch] = (starter or planned.copier).launched
+        assert isinstance(launch, StripLaunch)
+        assert sum(len(table) for table in launch.tables) == 2 + 8 - leave_out
+
+    def test_one_that_leaves_the_region_is_refused(self, planned: Pair) -> None:
+        with pytest.raises(RangeError):
+            planned.read(plan_of(9))
+        assert planned.read(plan_of(8)).error == ""
+
+    def test_what_does_not_lie_on_lines_is_copied_all_the_same(self, planned: Pair) -> None:
+        plan = Plan((Strip(NO_SLOT, np.array([[3, 1, 100], [200, 400, 7]])),))
+        assert planned.read(plan).moved_bytes == 107
+        assert np.array_equal(planned.target[1:101], planned.source[3:103])
+        assert np.array_equal(planned.target[400:407], planned.source[200:207])
+
+
+class TestBegun:
+    """What `post` launches itself."""
+
+    @pytest.fixture
+    def starter(self) -> HostCopier:
+        return HostCopier()
+
+    @pytest.fixture
+    def pair(self, starter: HostCopier) -> Iterator[Pair]:
+        yield from open_pair(starter)
+
+    def test_it_completes_when_the_gpu_has_called_back(self, pair: Pair, starter: HostCopier) -> None:
+        starter.late = 2
+        pair.transport.post(Batch(PEER, Direction.READ, runs_of((0, 0, 256))))
+        assert pair.transport.poll() == []
+        assert pair.transport.poll() == []
+        [completion] = pair.transport.poll()
+        assert (completion.error, completion.moved_bytes) == ("", 256)
+        assert pair.copier.launched == []
+
+    def test_a_second_one_goes_to_the_mover(self, pair: Pair, starter: HostCopier) -> None:
+        starter.late = 1 << 30
+        pair.transport.post(Batch(PEER, Direction.READ, runs_of((0, 0, 256))))
+        second = pair.transport.post(Batch(PEER, Direction.READ, runs_of((256, 256, 256))))
+        deadline = time.monotonic() + PATIENCE_S
+        done: list[Completion] = []
+        while not done and time.monotonic() < deadline:
+            done = pair.transport.poll()
+        assert [completion.ticket for completion in done] == [second]
+        starter.late = 0
+        assert [completion.moved_bytes for completion in pair.transport.poll()] == [256]
+
+    def test_one_whose_gpu_fails_ends_with_its_error_and_the_next_is_tried(self, pair: Pair, starter: HostCopier) -> None:
+        starter.fails = "GPU 0 failed during a copy: illegal address"
+        assert "illegal address" in pair.read(runs_of((0, 0, 256))).error
+        starter.fails = ""
+        assert pair.read(runs_of((0, 0, 256))).error == ""
+
+    def test_closing_after_the_gpu_has_failed_ends_it_too(self, pair: Pair, starter: HostCopier) -> None:
+        starter.late = 1 << 30
+        pair.transport.post(Batch(PEER, Direction.READ, runs_of((0, 0, 256))))
+        starter.fails = "GPU 0 failed during a copy: illegal address"
+        pair.transport.close()
+        assert "closed" in pair.transport.poll()[0].error
+
+    def test_an_event_that_has_not_come_keeps_it_from_being_launched(self, pair: Pair, starter: HostCopier) -> None:
+        has_come = False
+        pair.transport.post(Batch(PEER, Direction.READ, runs_of((0, 0, 256))), lambda: has_come)
+        assert starter.launched == []
+        has_come = True
+        assert select.select([pair.transport.wakeup_fd], [], [], PATIENCE_S)[0]
+        assert pair.transport.poll()[0].error == ""
+        assert len(pair.copier.launched) == 1
+        pair.transport.post(Batch(PEER, Direction.READ, runs_of((0, 0, 256))), lambda: True)
+        assert len(starter.launched) == 1
+
+    def test_a_dead_process_is_lost_and_nothing_is_launched(self, pair: Pair, starter: HostCopier) -> None:
+        connect_dead(pair)
+        assert pair.read(runs_of((0, 0, 256))).error.startswith("PeerLost")
+        assert starter.launched == pair.copier.launched == []
+
+    def test_a_revoke_waits_for_it_and_it_fails(self, pair: Pair, starter: HostCopier) -> None:
+        starter.late = 2
+        pair.transport.post(Batch(PEER, Direction.READ, runs_of((0, 0, 256))))
+        pair.transport.revoke(PEER)
+        deadline = time.monotonic() + PATIENCE_S
+        while pair.driver.opened.total() and time.monotonic() < deadline:
+            pass
+        assert starter.late < 0
+        assert "revoked" in pair.transport.poll()[0].error
+
+
 def test_a_dead_process_is_lost_and_nothing_is_launched(pair: Pair) -> None:
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    other = changed(pair.endpoint, pid=process.pid, start_ticks=start_ticks(process.pid))
-    pair.transport.revoke(PEER)
-    pair.transport.connect(PEER, other)
-    process.kill()
-    process.communicate(timeout=PATIENCE_S)
+    connect_dead(pair)
     assert pair.read(runs_of((0, 0, 256))).error.startswith("PeerLost")
     assert pair.copier.launched == []
 
@@ -171,10 +298,10 @@ class TestRegions:
         memory, target = np.random.default_rng(1).integers(0, 200, 4096, dtype=np.uint8), np.zeros(4096, np.uint8)
         layers = memory[:1024], memory[3072:]
         region = DeviceRegion.of_tensors(*(HostTensor(layer) for layer in layers))
-        serving = CudaTransport(region, TransportSettings(), HostDriver(*layers), HostCopier())
+        serving = CudaTransport(region, TransportSettings(), HostDriver(*layers), (HostCopier(), None))
         assert len(read_parts(str(serving.endpoint().details["parts"]), region.region_bytes)) == 2
         driver, copier = HostDriver(*layers, target), HostCopier()
-        transport = CudaTransport(HostTensor(target).region, TransportSettings(), driver, copier)
+        transport = CudaTransport(HostTensor(target).region, TransportSettings(), driver, (copier, None))
         transport.connect(PEER, serving.endpoint())
         pair = Pair(memory, target, driver, copier, transport, serving.endpoint())
         with pytest.raises(RangeError, match="run 1: source offset 1000 with 2200 bytes lies in a gap"):
