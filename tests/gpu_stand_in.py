@@ -15,8 +15,9 @@ import numpy.typing as npt
 from kvbaton.errors import TransportError
 from kvbaton.transport.cuda import DeviceRegion
 from kvbaton.transport.cuda.driver import HANDLE_BYTES, GpuAllocation
-from kvbaton.transport.cuda.launch import LINE_BYTES, Launch
-from kvbaton.transport.cuda.strip_launch import StripLaunch
+from kvbaton.transport.cuda.launch import LINE_BYTES, Launch, Placement
+from kvbaton.transport.cuda.strip_launch import StripLaunch, strip_launches
+from kvbaton.transport.runs import StripTable
 
 __all__ = ["HostCopier", "HostDriver", "HostTensor", "run_launch", "run_strip"]
 
@@ -88,13 +89,21 @@ class HostDriver:
 
 
 class HostCopier:
-    """Does at once what the kernels would do. `late` makes so many looks find that the copies are not done."""
+    """Does at once what the kernels would do. `late` makes so many looks find that the copies are not done.
+
+    With `fails` the GPU has failed: then the byte is written by the look that finds it.
+    """
 
     def __init__(self, late: int = 0) -> None:
         self.late = late
         self.can_wake = True
+        self.compiles = False
         self.fails = ""
         self.launched: list[Launch | StripLaunch] = []
+        self._wakeup_fd = -1
+
+    def is_ready(self, launches: Sequence[Launch | StripLaunch]) -> bool:  # noqa: ARG002
+        return not self.compiles
 
     def start(self, launches: Sequence[Launch | StripLaunch], source: int, target: int, wakeup_fd: int = -1) -> None:
         for launch in launches:
@@ -103,23 +112,36 @@ class HostCopier:
             else:
                 run_launch(launch, source, target)
         self.launched += launches
-        if wakeup_fd >= 0:
-            os.write(wakeup_fd, b"\0")
+        self._wakeup_fd = wakeup_fd
+        if not self.late and not self.fails:
+            self._wake()
 
-    def start_plan(self, *_: object) -> int:
-        return 0
+    def start_plan(self, plan: StripTable, source: Placement, target: Placement, wakeup_fd: int, most_bytes: int) -> int:
+        launches = strip_launches(plan.plan, source, target)
+        if self.compiles or launches is None or plan.plan.wire_bytes > most_bytes:
+            return 0
+        self.start(launches, source.floor, target.floor, wakeup_fd)
+        return plan.plan.wire_bytes
 
     def has_ended(self) -> bool:
         return self.wait(0)
 
     def wait(self, timeout_s: float) -> bool:  # noqa: ARG002
         if self.fails:
+            self._wake()
             raise TransportError(self.fails)
         self.late -= 1
+        if self.late < 0:
+            self._wake()
         return self.late < 0
 
     def close(self) -> None:
         """Nothing to give back."""
+
+    def _wake(self) -> None:
+        if self._wakeup_fd >= 0:
+            os.write(self._wakeup_fd, b"\0")
+            self._wakeup_fd = -1
 
 
 def run_strip(launch: StripLaunch, source: int, target: int) -> None:

@@ -8,9 +8,9 @@
 #define FEW_TOKENS 16
 #define WASTE 1.07
 #define MOST_STRIPS 8
-#define MOST_TILES 16
 #define MOST_NUMBER 0x7fffffffu
 #define PARAMS 13
+#define HIDDEN 8 /* kernels of some compilers have more, for memory that they do not use; two today */
 
 struct waiter;
 void wait_for_flag(struct waiter *waiter, const int32_t *flag, int32_t wanted, int wakeup);
@@ -45,8 +45,8 @@ struct gpu {
     struct waiter *waiter;
     char *pinned;
     uint64_t on_gpu, room, flag;
+    const struct tile *tiles; /* largest piece first */
     uint64_t tile_count;
-    struct tile tiles[MOST_TILES]; /* largest piece first */
 };
 
 struct laid_out {
@@ -83,7 +83,7 @@ static const struct tile *best_tile(const struct gpu *gpu, const struct strip *s
     return best;
 }
 
-/* Write the tables of a strip to `at`; returns where they end, 0 when this strip is none for this file. */
+/* Write the tables of a strip to `at`; returns where they end, 0 when this strip is to be copied in another way. */
 static uint64_t lay_out(const struct gpu *gpu, const struct strip *strip, const struct placement *places, uint64_t at,
                         struct laid_out *out, uint64_t *bytes) {
     uint64_t has_tokens = strip->item_count > 0, count = strip->place_count, bits = 0, most = 0, total = 0;
@@ -141,9 +141,9 @@ static int queue(const struct gpu *gpu, struct laid_out *strips, uint64_t count,
     int code = gpu->bring(gpu->on_gpu, gpu->pinned, table_bytes, gpu->stream);
     for (uint64_t strip = 0; !code && strip < count; strip++) {
         struct laid_out *one = &strips[strip];
-        void *scratch = 0, *params[PARAMS + 2];
+        void *scratch = 0, *params[PARAMS + HIDDEN];
         for (int param = 0; param < PARAMS; param++) params[param] = &one->params[param];
-        params[PARAMS] = params[PARAMS + 1] = &scratch; /* kernels of some compilers have two more, for memory that they do not use */
+        for (int param = PARAMS; param < PARAMS + HIDDEN; param++) params[param] = &scratch;
         uint64_t programs = (one->params[5] + one->tile->rows - 1) / one->tile->rows;
         code = gpu->launch(one->kernel->function, (unsigned)programs, 1, 1, (unsigned)(32 * one->tile->warps), 1, 1,
                            (unsigned)one->kernel->shared_bytes, gpu->stream, params, 0);

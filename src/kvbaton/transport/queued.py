@@ -140,11 +140,13 @@ class _KnownPeer(Generic[L]):
     link: L
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _BegunBatch(Generic[L]):
     ticket: Ticket
     link: L
     wire_bytes: int
+    error: str = ""
+    """With which it ends, whatever it moved: its peer was revoked, or the transport closed."""
 
 
 class Ledger(Generic[L]):
@@ -262,8 +264,10 @@ class Ledger(Generic[L]):
     def stop_begun(self, link: L, error: str) -> None:
         """Wait until what was begun for `link`, if anything, moves no more; it ends with this error."""
         with self._lock:
-            if self._begun is not None and self._begun.link is link:
-                self._wait_begun(error)
+            begun = self._begun if self._begun is not None and self._begun.link is link else None
+            if begun is not None:
+                begun.error = error
+        self._wait_begun(begun)
 
     def ask_cancel(self, ticket: Ticket) -> None:
         """Have the mover stop the job, once; unknown and finished tickets are ignored."""
@@ -324,7 +328,11 @@ class Ledger(Generic[L]):
         """End what is still in flight, except `but`, with the reason given to `shut`; called when no mover runs any more."""
         with self._lock:
             self._commands.clear()
-            self._wait_begun(self._shut_reason)
+            begun = self._begun
+            if begun is not None:
+                begun.error = begun.error or self._shut_reason
+        self._wait_begun(begun)
+        with self._lock:
             for ticket in [ticket for ticket in self._jobs if ticket not in but]:
                 self._complete(self._jobs.pop(ticket), self._shut_reason, cancelled=False)
 
@@ -353,23 +361,23 @@ class Ledger(Generic[L]):
         begun, starter = self._begun, self._starter
         if begun is None or starter is None or not starter.has_ended():
             return
-        error = ""
         try:
             # After the last byte, not before the first: a peer that dies or withdraws during the copy must not count.
             starter.confirm(begun.link)
         except (KVBatonError, OSError, ValueError) as problem:
-            error = describe(problem)
-        self._end_begun(begun, error)
-
-    def _wait_begun(self, error: str) -> None:
-        if self._begun is not None and self._starter is not None:
-            self._starter.wait_end()
-            self._end_begun(self._begun, error)
-
-    def _end_begun(self, begun: _BegunBatch[L], error: str) -> None:
+            begun.error = begun.error or describe(problem)
         self._begun = None
         self.done.was_written()
-        self._completions.append(Completion(begun.ticket, begun.wire_bytes, error))
+        self._completions.append(Completion(begun.ticket, begun.wire_bytes, begun.error))
+
+    def _wait_begun(self, begun: _BegunBatch[L] | None) -> None:
+        """Wait until a batch has ended; not under the lock, which `poll` and `post` need."""
+        while begun is not None and self._starter is not None:
+            self._starter.wait_end()
+            with self._lock:
+                self._look_at_begun()
+                if self._begun is not begun:
+                    return
 
     def _uncount(self, peer: PeerRank) -> None:
         self._count_of[peer] -= 1

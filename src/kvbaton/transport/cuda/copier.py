@@ -9,8 +9,10 @@ What is started with a descriptor ends with a number that the GPU writes into pi
 
 from __future__ import annotations
 
+import logging
+import os
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,13 +21,15 @@ from kvbaton.core.strips import NO_SLOT, Plan, Runs, Strip
 from kvbaton.errors import ConfigError, TransportError
 from kvbaton.transport.cuda.driver import CudaDriver
 from kvbaton.transport.cuda.launch import Launch, Placement, Segment, launches_for
-from kvbaton.transport.cuda.quick_start import CALLS, EndFlag, QuickStart
+from kvbaton.transport.cuda.quick_start import CALLS, EndFlag, Kernels, QuickStart
 from kvbaton.transport.cuda.strip_launch import StripLaunch, strip_launches
 from kvbaton.transport.runs import StripTable
 
 __all__ = ["AnyLaunch", "Copier", "GpuCopier"]
 
 AnyLaunch = Launch | StripLaunch
+
+log = logging.getLogger(__name__)
 
 _FIRST_TABLE_BYTES = 1 << 20
 _PAUSE_S = 0.00002
@@ -34,8 +38,6 @@ _ALIGN = 16
 _PROBE_BYTES = 32 << 10
 _PROBE_S = 30.0
 _SHORT_TABLE_BYTES = 256 << 10
-_WORD_BITS = 31
-_ADDRESSES = 5
 
 
 class Copier(Protocol):
@@ -44,6 +46,9 @@ class Copier(Protocol):
     @property
     def can_wake(self) -> bool:
         """Whether `start` takes a descriptor."""
+
+    def is_ready(self, launches: Sequence[AnyLaunch]) -> bool:
+        """Whether `start` has nothing to compile first, which takes a second."""
 
     def start(self, launches: Sequence[AnyLaunch], source: int, target: int, wakeup_fd: int = -1) -> None:
         """Queue the copies; `source` and `target` are the floors that the tables start from. Raises TransportError.
@@ -70,31 +75,39 @@ class Copier(Protocol):
 class GpuCopier:
     """Copies with the Triton kernels on a stream of its own. For one thread at a time, and one batch at a time."""
 
-    def __init__(self, device: int) -> None:
-        """Make two copies, so that kernels are compiled. Raises ConfigError when torch, Triton or the GPU does not work."""
+    def __init__(self, device: int, kernels: Kernels | None = None, *, wakes: bool = False) -> None:
+        """Make two copies, so that kernels are compiled; with `wakes`, `start` shall take descriptors.
+
+        Raises ConfigError when torch, Triton or the GPU does not work.
+        """
         self._torch, self._kernel, self._strip_kernel = _import()
         if not self._torch.cuda.is_available():
             raise ConfigError("transport cuda: torch sees no GPU; install a torch that was built for CUDA, and a driver")
         self._device = device
+        self._kernels = kernels or Kernels()
+        self._flag: EndFlag | None = None
+        self._flag_memory: Any = None
+        self._quick: QuickStart | None = None
         self.stream: Any = self._torch.cuda.Stream(device)
         self._handle: int = self.stream.cuda_stream
-        self._on_gpu: Any = self._torch.empty(_SHORT_TABLE_BYTES, dtype=self._torch.uint8, device=f"cuda:{device}")
         self._driver = CudaDriver(device)
-        self._compiled: dict[Hashable, Any] = {}
-        self._flag_memory: Any = self._torch.zeros(1, dtype=self._torch.int32, pin_memory=True)
-        self._flag = EndFlag.open(self._flag_memory.data_ptr())
-        self._quick: QuickStart | None = None
-        if self._flag is not None:
-            calls = [self._driver.address_of(name) for name in CALLS]
-            table = (self._on_gpu.data_ptr(), _SHORT_TABLE_BYTES)
-            self._quick = QuickStart(calls, self._driver.context, self._handle, table, self._flag)
-        self._grow(_FIRST_TABLE_BYTES)
-        self._probe()
+        try:
+            self._on_gpu: Any = self._torch.empty(_SHORT_TABLE_BYTES, dtype=self._torch.uint8, device=f"cuda:{device}")
+            self._grow(_FIRST_TABLE_BYTES)
+            self._probe()
+            if wakes:
+                self._open_flag()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def can_wake(self) -> bool:
         """Whether `start` takes a descriptor."""
         return self._flag is not None
+
+    def is_ready(self, launches: Sequence[AnyLaunch]) -> bool:
+        return all(self._kernels.key(launch) in self._kernels.compiled for launch in launches)
 
     def start(self, launches: Sequence[AnyLaunch], source: int, target: int, wakeup_fd: int = -1) -> None:
         """Queue one kernel per launch; returns before they run. Raises TransportError."""
@@ -132,7 +145,7 @@ class GpuCopier:
             if self._short_bytes:
                 self._driver.bring(self._on_gpu.data_ptr(), self._pinned.data_ptr(), self._short_bytes, self._handle)
             for launch, addresses in zip(launches, tables, strict=True):
-                self._launch(launch, (source, target, *addresses, *launch.numbers))
+                self._launch(launch, (source, target, *addresses))
             if wakeup_fd >= 0 and self._flag is not None:
                 self._write_end(self._flag, wakeup_fd)
 
@@ -160,10 +173,10 @@ class GpuCopier:
         number = flag.next_number()
         try:
             self._driver.write_number(flag.address, number, self._handle)
-        except TransportError:
+            flag.wait_for(number, wakeup_fd)
+        except BaseException:
             flag.stop()
             raise
-        flag.wait_for(number, wakeup_fd)
 
     def _is_idle(self) -> bool:
         """Whether all that was queued is done. Raises TransportError when the GPU has failed."""
@@ -179,7 +192,7 @@ class GpuCopier:
         if flag is not None:
             flag.close()
         self._grow(0)
-        self._on_gpu = self._on_gpu[:0]
+        self._on_gpu = self._flag_memory = None
         self._driver.close()
 
     def _probe(self) -> None:
@@ -202,25 +215,47 @@ class GpuCopier:
         if not works:
             raise ConfigError(f"transport cuda: a first copy on GPU {self._device} did not arrive within {_PROBE_S:g} s")
 
+    def _open_flag(self) -> None:
+        """Try to have a number written at the end of copies: that needs a compiler, and a driver that does it."""
+        self._flag_memory = self._torch.zeros(1, dtype=self._torch.int32, pin_memory=True)
+        self._flag = EndFlag.open(self._flag_memory.data_ptr())
+        if self._flag is None:
+            return
+        read_fd, write_fd = os.pipe()
+        try:
+            calls = [self._driver.address_of(name) for name in CALLS]
+            self.start((), 0, 0, write_fd)
+            if not self.wait(_PROBE_S) or os.read(read_fd, 1) != b"\0":
+                raise TransportError(f"no number was written within {_PROBE_S:g} s")
+        except TransportError as error:
+            log.info("copies on GPU %d are not begun by post (%s)", self._device, error)
+            self._flag.close()
+            self._flag = None
+        else:
+            table = (self._on_gpu.data_ptr(), _SHORT_TABLE_BYTES)
+            self._quick = QuickStart(calls, self._driver.context, self._handle, table, self._flag, self._kernels)
+            self._quick.use(self._pinned.data_ptr())
+        finally:
+            os.close(read_fd)
+            os.close(write_fd)
+
     def _grow(self, table_bytes: int) -> None:
         self._pinned = self._torch.empty(table_bytes, dtype=self._torch.uint8, pin_memory=table_bytes > 0)
         self._staging = self._pinned.numpy()
         if self._quick is not None:
             self._quick.use(self._pinned.data_ptr())
 
-    def _launch(self, launch: AnyLaunch, arguments: tuple[int, ...]) -> None:
+    def _launch(self, launch: AnyLaunch, addresses: tuple[int, ...]) -> None:
         """Queue one kernel. A compiled one is called again without what the compiler's front looks at each time."""
-        grid = (launch.programs, 1, 1)
-        key = (type(launch), launch.constants, *(number >> _WORD_BITS != 0 for number in arguments))
-        compiled = self._compiled.get(key)
+        grid, arguments = (launch.programs, 1, 1), (*addresses, *launch.numbers)
+        compiled = self._kernels.compiled.get(self._kernels.key(launch))
         if compiled is not None:
             compiled[grid](*arguments, *launch.constants, stream=self._handle)
             return
         kernel = self._strip_kernel if isinstance(launch, StripLaunch) else self._kernel
         with self._torch.cuda.stream(self.stream):
-            self._compiled[key] = compiled = kernel[grid](*arguments, *launch.constants, num_warps=launch.tile.warps)
-        if self._quick is not None and isinstance(launch, StripLaunch) and not any(key[2 + _ADDRESSES :]):
-            self._quick.learn(launch, compiled)
+            compiled = kernel[grid](*arguments, *launch.constants, num_warps=launch.tile.warps)
+        self._kernels.keep(launch, compiled)
 
 
 def _are_strips(launches: Sequence[AnyLaunch]) -> bool:

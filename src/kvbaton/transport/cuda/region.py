@@ -183,6 +183,10 @@ def read_parts(text: str, region_bytes: int) -> list[SharedPart]:
                 f"handle of {len(part.handle)} bytes, which does not fit a region of {region_bytes} bytes; fetch its card again"
             )
         end = part.offset + part.part_bytes
+    if end != region_bytes:
+        raise TransportError(
+            f"cuda endpoint: parts end at {end}, and the region has {region_bytes} bytes; fetch its card again"
+        )
     return parts
 
 

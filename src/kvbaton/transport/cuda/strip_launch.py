@@ -20,6 +20,7 @@ _FEW_TOKENS = 16
 """Places of uneven counts are cut to so many tokens, where the kernel would have too many programs without work."""
 
 _MOST_PIECES = 2**31 - 1
+_MOST_WASTE = 8
 _NO_ITEMS: Numbers = np.empty((0, 3), np.int64)
 
 
@@ -81,7 +82,7 @@ def strip_launches(plan: Plan, source: Placement, target: Placement) -> list[Str
         if slots is None or not _are_lines(strip, slots):
             return None
         launch = _of_tokens(slots, strip.places, strip.pattern) if strip.pattern else _of_places(slots, strip.places)
-        if launch.pieces > _MOST_PIECES:
+        if launch.pieces > _MOST_PIECES or _is_idle(launch):
             return None
         launches.append(launch)
     return launches
@@ -116,6 +117,12 @@ def _of_places(slots: Numbers, places: Numbers) -> StripLaunch:
     pieces = len(slots) * len(places) * per_place
     is_even = is_uniform and most % piece == 0
     return StripLaunch(piece, pieces, 1, False, per_place, is_even, most, (0, 0), slots, places, _NO_ITEMS)
+
+
+def _is_idle(launch: StripLaunch) -> bool:
+    """Whether most threads would have nothing to do: items of very different lengths."""
+    covered = launch.pieces_per_item * launch.piece_bytes * len(launch.items)
+    return covered > _MOST_WASTE * int(launch.items[:, 2].sum()) and len(launch.items) > 0
 
 
 def _placed(strip: Strip, source: Placement, target: Placement) -> Numbers | None:

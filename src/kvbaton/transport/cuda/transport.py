@@ -9,8 +9,8 @@ event of a peer cannot be cancelled and has no deadline: one peer that stands st
 nothing: a target reads what its source has announced, and the source announces what its own event shows to be done.
 `queued_so_far` makes such a condition from a stream.
 
-A batch of few numbers is *begun* by `post` while nothing else moves: checked, launched, and left to the GPU, whose driver
-writes the byte that wakes the caller. No thread waits for the GPU then, nor for the interpreter.
+A batch of few numbers is *begun* by `post` while nothing else moves: checked, launched, and left to the GPU. It writes a number
+at the end, for which a thread in C waits, and that wakes the caller. No thread waits for the GPU then, nor for the interpreter.
 
 A peer that dies: the driver keeps memory alive while a process maps it, so a kernel that reads it does no harm; the peer's
 process is looked up before every launch and after the last byte, and a batch of a process that is gone is an error.
@@ -32,6 +32,7 @@ from kvbaton.transport.checks import check_batch
 from kvbaton.transport.cuda.copier import AnyLaunch, Copier, GpuCopier
 from kvbaton.transport.cuda.driver import CudaDriver, MemoryDriver
 from kvbaton.transport.cuda.launch import Placement, launches_for
+from kvbaton.transport.cuda.quick_start import Kernels
 from kvbaton.transport.cuda.region import DeviceRegion, Mapping, open_parts, read_parts, share_region, write_parts
 from kvbaton.transport.cuda.strip_launch import strip_launches
 from kvbaton.transport.neighbour import Neighbour, NeighbourWatch
@@ -62,20 +63,12 @@ class _PeerMemory:
 class _GpuReach:
     """Copies with the kernel; owns the mappings of peers from `add` to `release`."""
 
-    def __init__(
-        self, region: DeviceRegion, driver: MemoryDriver, copier: Copier, starter: Copier | None, settings: TransportSettings
-    ) -> None:
-        """`copier` is for the mover, `starter` for what `post` begins."""
-        self._region_bytes = region.region_bytes
-        self._target = Placement(region.spans)
+    def __init__(self, region: DeviceRegion, driver: MemoryDriver, copier: Copier, timeout_s: float) -> None:
+        self.target = Placement(region.spans)
         self._driver = driver
         self._copier = copier
-        self._starter = starter if starter is not None and starter.can_wake else None
-        self._timeout_s = settings.timeout_s
-        self._most_bytes = settings.launch_bytes
-        self._loops = load_loops()
+        self._timeout_s = timeout_s
         self._open: set[_PeerMemory] = set()
-        self._failure = ""
 
     def add(self, link: _PeerMemory) -> _PeerMemory:
         """Own the mapping of `link` from now on."""
@@ -84,67 +77,26 @@ class _GpuReach:
 
     def check(self, link: _PeerMemory, runs: Runs | StripTable) -> Runs | StripTable:
         """Runs as they are copied. Raises RangeError when one lies where one of the regions has no memory."""
-        if isinstance(runs, StripTable) and strip_launches(runs.plan, link.mapping.placement, self._target) is not None:
+        if isinstance(runs, StripTable) and strip_launches(runs.plan, link.mapping.placement, self.target) is not None:
             return runs
-        return self._listed(link, runs)
+        return self.listed(link, runs)
 
     def copy(self, link: _PeerMemory, cursor: RunCursor, most_bytes: int, most_runs: int) -> int:
         self.confirm(link)
         plan, source = cursor.whole_plan(most_bytes), link.mapping.placement
         launches: Sequence[AnyLaunch] | None = None
         if plan is not None:
-            launches, moved = strip_launches(plan, source, self._target), plan.wire_bytes
+            launches, moved = strip_launches(plan, source, self.target), plan.wire_bytes
         if launches is None:
             runs = cursor.peek(most_bytes, most_runs)
-            launches, moved = launches_for(runs, source, self._target), count_bytes(runs)
+            launches, moved = launches_for(runs, source, self.target), count_bytes(runs)
         try:
-            self._copier.start(launches, source.floor, self._target.floor)
+            self._copier.start(launches, source.floor, self.target.floor)
         finally:
-            self._wait(self._copier)
+            _wait(self._copier, self._timeout_s)
         return moved
 
-    def begin(self, link: _PeerMemory, batch: Batch, wakeup_fd: int) -> int:
-        """Leave a batch to the GPU; see `Starter`."""
-        if self._starter is None or _rows(batch) > _BEGUN_ROWS:
-            return 0
-        runs, source = check_batch(batch, self._region_bytes, link.region_bytes, self._loops), link.mapping.placement
-        try:
-            link.watch.check()
-        except PeerError:
-            return 0  # the mover reports it
-        self._failure = ""
-        try:
-            begun = 0
-            if isinstance(runs, StripTable):
-                begun = self._starter.start_plan(runs, source, self._target, wakeup_fd, self._most_bytes)
-            if begun:
-                return begun
-            wire_bytes = count_bytes(runs.plan if isinstance(runs, StripTable) else runs)
-            if not 0 < wire_bytes <= self._most_bytes:
-                return 0
-            self._starter.start(self._launches(link, runs), source.floor, self._target.floor, wakeup_fd)
-        except BaseException:
-            self._wait(self._starter)
-            raise
-        return wire_bytes
-
-    def has_ended(self) -> bool:
-        try:
-            return self._starter is None or self._starter.has_ended()
-        except TransportError as error:
-            self._failure = str(error)
-            return True
-
-    def wait_end(self) -> None:
-        try:
-            if self._starter is not None:
-                self._wait(self._starter)
-        except TransportError as error:  # the GPU has failed: it copies nothing any more
-            self._failure = str(error)
-
     def confirm(self, link: _PeerMemory) -> None:
-        if self._failure:
-            raise TransportError(self._failure)
         link.watch.check()
 
     def release(self, link: _PeerMemory) -> None:
@@ -159,36 +111,97 @@ class _GpuReach:
         """Release all, and the GPU."""
         for link in tuple(self._open):
             self.release(link)
-        for copier in (self._copier, self._starter):
-            if copier is not None:
-                copier.close()
+        self._copier.close()
         self._driver.close()
 
-    def _launches(self, link: _PeerMemory, runs: Runs | StripTable) -> Sequence[AnyLaunch]:
-        """Raises RangeError when one of the runs lies where one of the regions has no memory."""
-        source, launches = link.mapping.placement, None
-        if isinstance(runs, StripTable):
-            launches = strip_launches(runs.plan, source, self._target)
-        return launches_for(self._listed(link, runs), source, self._target) if launches is None else launches
-
-    def _listed(self, link: _PeerMemory, runs: Runs | StripTable) -> Runs:
+    def listed(self, link: _PeerMemory, runs: Runs | StripTable) -> Runs:
         """Runs one by one. Raises RangeError when one lies where one of the regions has no memory."""
         listed = np.asfortranarray(unroll(runs.plan)) if isinstance(runs, StripTable) else runs
         link.mapping.placement.check(listed, 0, "source")
-        self._target.check(listed, 1, "target")
+        self.target.check(listed, 1, "target")
         return listed
 
-    def _wait(self, copier: Copier) -> None:
-        """Until target memory is quiet: a batch must not complete before, however long the GPU takes."""
-        while not copier.wait(self._timeout_s):
-            log.warning("a copy on the GPU has not ended within %g s; its batch stays in flight until it has", self._timeout_s)
+
+class _GpuStarter:
+    """Begins batches in `post`, on a stream of its own; see `Starter`."""
+
+    def __init__(self, region: DeviceRegion, reach: _GpuReach, copier: Copier, settings: TransportSettings) -> None:
+        self._region_bytes = region.region_bytes
+        self._reach = reach
+        self._copier = copier
+        self._most_bytes = settings.launch_bytes
+        self._timeout_s = settings.timeout_s
+        self._loops = load_loops()
+        self._failure = ""
+
+    def begin(self, link: _PeerMemory, batch: Batch, wakeup_fd: int) -> int:
+        """Leave a batch to the GPU. What would take longer than a moment, to unroll or to compile, is left to the mover."""
+        if not self._copier.can_wake or _rows(batch) > _BEGUN_ROWS:
+            return 0
+        runs = check_batch(batch, self._region_bytes, link.region_bytes, self._loops)
+        try:
+            link.watch.check()
+        except PeerError:
+            return 0  # the mover reports it
+        self._failure = ""
+        try:
+            return (
+                self._begin_plan(link, runs, wakeup_fd)
+                if isinstance(runs, StripTable)
+                else self._begin_runs(link, runs, wakeup_fd)
+            )
+        except BaseException:
+            self.wait_end()
+            raise
+
+    def has_ended(self) -> bool:
+        try:
+            return self._copier.has_ended()
+        except TransportError as error:
+            self._failure = str(error)
+            return True
+
+    def wait_end(self) -> None:
+        try:
+            _wait(self._copier, self._timeout_s)
+        except TransportError as error:  # the GPU has failed: it copies nothing any more
+            self._failure = str(error)
+
+    def confirm(self, link: _PeerMemory) -> None:
+        if self._failure:
+            raise TransportError(self._failure)
+        link.watch.check()
+
+    def close(self) -> None:
+        """Give back what copies needed."""
+        self._copier.close()
+
+    def _begin_plan(self, link: _PeerMemory, plan: StripTable, wakeup_fd: int) -> int:
+        return self._copier.start_plan(plan, link.mapping.placement, self._reach.target, wakeup_fd, self._most_bytes)
+
+    def _begin_runs(self, link: _PeerMemory, runs: Runs, wakeup_fd: int) -> int:
+        source, target, wire_bytes = link.mapping.placement, self._reach.target, count_bytes(runs)
+        if not 0 < wire_bytes <= self._most_bytes:
+            return 0
+        launches = launches_for(self._reach.listed(link, runs), source, target)
+        if not self._copier.is_ready(launches):
+            return 0
+        self._copier.start(launches, source.floor, target.floor, wakeup_fd)
+        return wire_bytes
+
+
+def _wait(copier: Copier, timeout_s: float) -> None:
+    """Until target memory is quiet: a batch must not complete before, however long the GPU takes."""
+    while not copier.wait(timeout_s):
+        log.warning("a copy on the GPU has not ended within %g s; its batch stays in flight until it has", timeout_s)
 
 
 def _rows(batch: Batch) -> int:
     """How many numbers there are to check."""
     if not isinstance(batch.runs, Plan):
         return batch.runs.size // 3
-    return sum((strip.slots.size + strip.places.size) // 3 for strip in batch.runs.strips)
+    tokens = sum(strip.pattern.items.size for strip in batch.runs.strips if strip.pattern is not None)
+    return (tokens + sum(strip.slots.size + strip.places.size for strip in batch.runs.strips)) // 3
 
 
 def _has_come(after: AfterEvent | None) -> bool:
@@ -220,15 +233,18 @@ class CudaTransport(QueuedTransport[_PeerMemory]):
         with ExitStack() as parts:
             self._driver: MemoryDriver = driver or CudaDriver(region.device)
             parts.callback(self._driver.close)
-            copier, starter = copiers or (GpuCopier(region.device), GpuCopier(region.device))
-            for one in (copier, starter):
-                if one is not None:
-                    parts.callback(one.close)
+            kernels = Kernels()
+            copier = copiers[0] if copiers else GpuCopier(region.device, kernels)
+            parts.callback(copier.close)
+            starting = copiers[1] if copiers else GpuCopier(region.device, kernels, wakes=True)
             self._parts = share_region(region, self._driver)
+            self._reach = _GpuReach(region, self._driver, copier, settings.timeout_s)
+            self._starter = _GpuStarter(region, self._reach, starting, settings) if starting is not None else None
+            if self._starter is not None:
+                parts.callback(self._starter.close)
+            ledger: Ledger[_PeerMemory] = Ledger(region, settings, self._reach.check, self._starter)
+            mover = SliceMover("cuda", ledger, settings, self._reach, settings.launch_bytes, MAX_LAUNCH_RUNS)
             parts.pop_all()
-        self._reach = _GpuReach(region, self._driver, copier, starter, settings)
-        ledger: Ledger[_PeerMemory] = Ledger(region, settings, self._reach.check, self._reach)
-        mover = SliceMover("cuda", ledger, settings, self._reach, settings.launch_bytes, MAX_LAUNCH_RUNS)
         super().__init__(region, settings, ledger, mover)
         # A launch takes longer to begin and to be seen than 100 MiB to copy, and beside kernels of another process each
         # launch waits for a time slice.
@@ -267,4 +283,6 @@ class CudaTransport(QueuedTransport[_PeerMemory]):
         self._reach.release(link)
 
     def _release(self) -> None:
+        if self._starter is not None:
+            self._starter.close()
         self._reach.close()

@@ -20,7 +20,7 @@ from kvbaton.core.strips import NO_SLOT, Plan, Strip, TokenPattern, unroll
 from kvbaton.errors import TransportError
 from kvbaton.transport.checks import check_plan
 from kvbaton.transport.cuda.launch import TILES, Placement, Segment
-from kvbaton.transport.cuda.quick_start import EndFlag, QuickStart
+from kvbaton.transport.cuda.quick_start import EndFlag, Kernels, QuickStart
 from kvbaton.transport.cuda.strip_launch import StripLaunch, strip_launches
 from kvbaton.transport.runs import load_loops
 
@@ -118,10 +118,11 @@ def rig() -> Iterator[Rig]:
     flag = EndFlag.open(int(number.ctypes.data))
     assert flag is not None
     driver = Driver()
-    quick = QuickStart(driver.calls, 7, 9, (int(on_gpu.ctypes.data), ROOM), flag)
+    kernels = Kernels()
+    quick = QuickStart(driver.calls, 7, 9, (int(on_gpu.ctypes.data), ROOM), flag, kernels)
     quick.use(int(pinned.ctypes.data))
     for function, kind in enumerate(KINDS, 1):
-        quick.learn(launch_kind(*kind), SimpleNamespace(function=function, metadata=SimpleNamespace(shared=0)))
+        kernels.keep(launch_kind(*kind), SimpleNamespace(function=function, metadata=SimpleNamespace(shared=0)))
     wakeup = os.pipe()
     yield Rig(driver, flag, quick, on_gpu, wakeup, [number, pinned])
     flag.close()
@@ -216,9 +217,27 @@ def test_an_error_of_the_driver_is_raised_and_nothing_is_waited_for(rig: Rig) ->
     assert rig.woken()
 
 
+def test_a_wait_that_is_stopped_writes_its_byte_and_its_number_does_not_come_again(rig: Rig) -> None:
+    place, plan = whole(aligned(SIZE)), Plan((Strip(NO_SLOT, rows((0, 0, 4096))),))
+    rig.driver.holds = True
+    assert rig.start(plan, place, place)
+    rig.flag.stop()
+    assert rig.woken()
+    assert rig.flag.was_seen()
+    assert rig.start(plan, place, place)
+    late, own = rig.driver.held
+    rig.driver.held = [late]
+    rig.driver.release()
+    assert not rig.flag.was_seen()
+    rig.driver.held = [own]
+    rig.driver.release()
+    assert rig.woken()
+    assert rig.flag.was_seen()
+
+
 def test_a_kernel_that_is_not_compiled_and_a_table_that_is_too_long_are_left_to_python(rig: Rig) -> None:
     place = whole(aligned(SIZE))
-    fresh = QuickStart(rig.driver.calls, 7, 9, (int(rig.on_gpu.ctypes.data), ROOM), rig.flag)
+    fresh = QuickStart(rig.driver.calls, 7, 9, (int(rig.on_gpu.ctypes.data), ROOM), rig.flag, Kernels())
     fresh.use(int(rig.keep[1].ctypes.data))
     rig.quick, learnt = fresh, rig.quick
     assert not rig.start(Plan((Strip(NO_SLOT, rows((0, 0, 4096))),)), place, place)

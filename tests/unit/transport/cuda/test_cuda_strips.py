@@ -123,6 +123,12 @@ def test_long_places_beside_short_ones_are_cut() -> None:
     assert launch.pieces == 64 * 16
 
 
+def test_items_of_very_different_lengths_are_unrolled() -> None:
+    memory = whole(aligned(SIZE))
+    items = rows((0, 0, 65536), *((65536 + n * 16, 65536 + n * 16, 16) for n in range(100)))
+    assert strip_launches(Plan((Strip(NO_SLOT, rows((0, 0, 1)), TokenPattern(items, 131072, 131072)),)), memory, memory) is None
+
+
 class TestSegments:
     """Layers that are allocations of their own."""
 

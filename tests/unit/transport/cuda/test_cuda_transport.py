@@ -156,7 +156,7 @@ class TestBegun:
     def pair(self, starter: HostCopier) -> Iterator[Pair]:
         yield from open_pair(starter)
 
-    def test_it_completes_when_the_gpu_has_called_back(self, pair: Pair, starter: HostCopier) -> None:
+    def test_it_completes_when_the_gpu_is_done(self, pair: Pair, starter: HostCopier) -> None:
         starter.late = 2
         pair.transport.post(Batch(PEER, Direction.READ, runs_of((0, 0, 256))))
         assert pair.transport.poll() == []
@@ -179,9 +179,42 @@ class TestBegun:
 
     def test_one_whose_gpu_fails_ends_with_its_error_and_the_next_is_tried(self, pair: Pair, starter: HostCopier) -> None:
         starter.fails = "GPU 0 failed during a copy: illegal address"
-        assert "illegal address" in pair.read(runs_of((0, 0, 256))).error
+        pair.transport.post(Batch(PEER, Direction.READ, runs_of((0, 0, 256))))
+        assert "illegal address" in pair.transport.poll()[0].error
         starter.fails = ""
         assert pair.read(runs_of((0, 0, 256))).error == ""
+
+    def test_after_one_that_failed_a_waiting_caller_is_woken_by_the_next(self, pair: Pair, starter: HostCopier) -> None:
+        starter.fails = "GPU 0 failed during a copy: illegal address"
+        pair.transport.post(Batch(PEER, Direction.READ, runs_of((0, 0, 256))))
+        pair.transport.post(Batch(PEER, Direction.READ, runs_of((256, 256, 256))), lambda: False)
+        done: list[Completion] = []
+        while len(done) < 2:
+            assert select.select([pair.transport.wakeup_fd], [], [], PATIENCE_S)[0]
+            done += pair.transport.poll()
+        assert ["illegal address" in completion.error for completion in done] == [True, False]
+        starter.compiles = True
+        assert pair.read(runs_of((0, 0, 256))).error == ""
+        assert not select.select([pair.transport.wakeup_fd], [], [], 0)[0]
+
+    @pytest.mark.parametrize("runs", [runs_of((0, 0, 256)), plan_of(8)])
+    def test_what_has_to_be_compiled_is_left_to_the_mover(self, pair: Pair, starter: HostCopier, runs: Runs | Plan) -> None:
+        starter.compiles = True
+        assert pair.read(runs).error == ""
+        assert starter.launched == []
+        assert len(pair.copier.launched) == 1
+
+    def test_poll_and_post_do_not_wait_for_a_revoke(self, pair: Pair, starter: HostCopier) -> None:
+        starter.late = 1 << 30
+        ticket = pair.transport.post(Batch(PEER, Direction.READ, runs_of((0, 0, 256))))
+        pair.transport.revoke(PEER)
+        with pytest.raises(TransportError, match="not connected"):
+            pair.transport.post(Batch(PEER, Direction.READ, runs_of((0, 0, 256))))
+        assert pair.transport.poll() == []
+        starter.late = 0
+        assert select.select([pair.transport.wakeup_fd], [], [], PATIENCE_S)[0]
+        [completion] = pair.transport.poll()
+        assert (completion.ticket, "revoked" in completion.error) == (ticket, True)
 
     def test_closing_after_the_gpu_has_failed_ends_it_too(self, pair: Pair, starter: HostCopier) -> None:
         starter.late = 1 << 30
@@ -212,7 +245,7 @@ class TestBegun:
         pair.transport.revoke(PEER)
         deadline = time.monotonic() + PATIENCE_S
         while pair.driver.opened.total() and time.monotonic() < deadline:
-            pass
+            time.sleep(0)
         assert starter.late < 0
         assert "revoked" in pair.transport.poll()[0].error
 
@@ -251,6 +284,7 @@ def test_a_peer_that_is_refused_leaves_nothing_mapped(pair: Pair) -> None:
         (0, "8", "does not fit"),
         (1, "0", "does not fit"),
         (1, "99999", "does not fit"),
+        (1, "8192", "parts end at 8192, and the region has 16384 bytes"),
         (2, "-8", "does not fit"),
         (2, "8", "of an allocation that has 16384 bytes"),
         (3, "00", "a handle of 1 bytes"),
