@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvbaton.bench.wire.cuda import PLANES, TOKEN_BYTES, measure_cuda, patterns
+from kvbaton.core.strips import Plan
 from kvbaton.errors import ConfigError
 from kvbaton.transport.runs import check_runs
 
@@ -25,8 +26,10 @@ class TestPatterns:
 
     def test_blocks_are_not_in_order(self) -> None:
         for pattern in patterns(256):
-            assert (np.diff(pattern.runs[:, 0].astype(np.int64)) < 0).any()
-            assert (np.diff(pattern.runs[:, 1].astype(np.int64)) < 0).any()
+            sources, targets = (np.diff(pattern.runs[:, side].astype(np.int64)) for side in range(2))
+            assert (sources < 0).any()
+            # Plans have their blocks in the order of target memory, but not one behind the other.
+            assert (targets > pattern.run_bytes).any() if isinstance(pattern.posted, Plan) else (targets < 0).any()
 
     def test_half_a_block_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="--tokens is 24"):
