@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Annotated, NewType
 
@@ -139,6 +139,9 @@ def key_problem(key: HandoffKey) -> str:
 
 def span_problem(spans: Iterable[Span], whole: Span) -> str:
     """Why `spans` are not every token of every layer of `whole` exactly once; empty when they are."""
+    spans = tuple(spans)
+    if _is_row_by_row(spans, whole):
+        return ""
     reached = dict.fromkeys(range(whole.first_layer, whole.end_layer), whole.first_token)
     for span in sorted(spans, key=attrgetter("first_token")):
         for layer in range(span.first_layer, span.end_layer):
@@ -150,6 +153,20 @@ def span_problem(spans: Iterable[Span], whole: Span) -> str:
     if short:
         return f"layer {short[0]} ends at token {reached[short[0]]} of {whole.end_token}"
     return ""
+
+
+def _is_row_by_row(spans: Sequence[Span], whole: Span) -> bool:
+    """Whether spans are `whole` chunk by chunk, and layer by layer within each: as nearly every engine computes them."""
+    token, layer, end = whole.first_token, whole.first_layer, -1
+    for span in spans:
+        if span.first_token != token or span.first_layer != layer or (end >= 0 and span.end_token != end):
+            return False
+        if span.end_token < token or not layer < span.end_layer <= whole.end_layer:
+            return False
+        layer, end = span.end_layer, span.end_token
+        if layer == whole.end_layer:
+            token, layer, end = end, whole.first_layer, -1
+    return end < 0 and token == whole.end_token
 
 
 class Aux(msgspec.Struct, frozen=True):

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,6 +25,7 @@ __all__ = [
     "Piece",
     "PlaneShare",
     "Share",
+    "Slots",
     "channel_offsets",
     "check_groups",
     "common_heads",
@@ -58,6 +60,14 @@ Share = tuple[PlaneShare, ...]
 """The part of a hand-off that one leg moves."""
 
 
+class Slots(NamedTuple):
+    """Where layers and outer planes start: as runs without bytes, of shape (slots, 1, 3), and as numbers of Python."""
+
+    rows: Numbers
+    starts: list[tuple[int, int]]
+    """At the source and at the target."""
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Planes of one group with the same strides and the same share on both sides.
@@ -76,25 +86,31 @@ class Piece:
     slot_layers: Numbers
     slots_in_block: bool
     pattern: TokenPattern | None = None
-    _rows: dict[tuple[int, int], Numbers] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
+    first_run: tuple[int, int, int] = dataclasses.field(default=(0, 0, 0), init=False, repr=False, compare=False)
+    """The first of `runs`, as numbers of Python."""
+    _slots: dict[tuple[int, int], Slots] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def rows_of(self, layers: range | None) -> Numbers:
-        """The slots of some global layers, or of all, as runs without bytes: shape (slots, 1, 3). Not to be changed.
+    def __post_init__(self) -> None:
+        if len(self.runs):
+            object.__setattr__(self, "first_run", tuple(self.runs[0].tolist()))
+
+    def slots_of(self, layers: range | None) -> Slots:
+        """The slots of some global layers, or of all. Not to be changed.
 
         Kept: an engine announces the same ranges of layers again and again.
         """
         asked = (0, 0) if layers is None else (layers.start, layers.stop)
-        rows = self._rows.get(asked)
-        if rows is None:
+        found = self._slots.get(asked)
+        if found is None:
             slots = self.slots
             if layers is not None:
                 slots = slots[(self.slot_layers >= layers.start) & (self.slot_layers < layers.stop)]
             rows = np.zeros((len(slots), 1, 3), np.int64)
             rows[:, 0, :2] = slots
-            if len(self._rows) >= _MOST_RANGES:
-                self._rows.clear()  # a message may name any layers
-            self._rows[asked] = rows
-        return rows
+            if len(self._slots) >= _MOST_RANGES:
+                self._slots.clear()  # a message may name any layers
+            found = self._slots[asked] = Slots(rows, [(source, target) for source, target in slots.tolist()])
+        return found
 
 
 @dataclass(frozen=True, slots=True)

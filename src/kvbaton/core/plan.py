@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvbaton.core.handoff import BlockLists
-from kvbaton.core.pair import GroupPair, Pair, Piece, join_runs, pair_layouts
+from kvbaton.core.pair import GroupPair, Pair, Piece, Slots, join_runs, pair_layouts
 from kvbaton.core.segments import Numbers, Places, block_places, check_list, segments_of, state_block
 from kvbaton.core.strips import (
     NO_RUNS,
@@ -35,6 +35,9 @@ __all__ = ["BlockRuns", "Runs", "pair_layouts", "plan_blocks", "plan_layers", "p
 _FEW_RUNS = 1024
 """Up to so many runs are planned one by one: to take the short form apart again would cost more than it saves."""
 
+_FEWEST_RUNS = 32
+"""Up to so many runs of a plan of a few blocks are made without NumPy."""
+
 _FEW_BLOCKS = 32
 """Up to so many blocks are planned without NumPy: each of its calls costs as much as a block does in Python."""
 
@@ -50,7 +53,10 @@ class TokenPlaces:
         return int(self.places[:, 2].sum()) * len(self.pattern.items)
 
 
-LayerRuns = Numbers | TokenPlaces
+FewRuns = list[tuple[int, int, int]]
+"""The runs of one layer of a few blocks: (source offset, target offset, bytes)."""
+
+LayerRuns = Numbers | TokenPlaces | FewRuns
 
 BlockRuns = tuple[tuple[LayerRuns, ...], ...]
 """Per group and piece the runs of one layer, as offsets from where that layer starts."""
@@ -107,11 +113,11 @@ def plan_layers(pair: Pair, blocks: BlockRuns, layers: range | None = None) -> R
     for group, runs in zip(pair.groups, blocks, strict=True):
         for piece, in_layer in zip(group.pieces, runs, strict=True):
             if runs_in_layer := len(in_layer):
-                rows = piece.rows_of(layers)
-                parts.append((piece, in_layer, rows))
-                count += runs_in_layer * len(rows)
+                slots = piece.slots_of(layers)
+                parts.append((piece, in_layer, slots))
+                count += runs_in_layer * len(slots.starts)
     if count > _FEW_RUNS:
-        return Plan(tuple(_strip(piece, in_layer, rows) for piece, in_layer, rows in parts if len(rows)))
+        return Plan(tuple(_strip(piece, in_layer, slots.rows) for piece, in_layer, slots in parts if slots.starts))
     if len(parts) == 1:
         return _over_slots(*parts[0])
     return np.concatenate([_over_slots(*part) for part in parts]) if parts else NO_RUNS
@@ -137,7 +143,7 @@ def _group_runs(
 
 def _few_runs(
     pair: GroupPair, source_list: tuple[int, ...], target_list: tuple[int, ...], first: int, end: int
-) -> tuple[Numbers, ...] | None:
+) -> tuple[FewRuns, ...] | None:
     """The runs of a few blocks of a pair that is page by page; None where there are many, or where anything is wrong.
 
     What is wrong with a list (too short, a block twice, one that does not exist) is found out and named where long ones are
@@ -158,15 +164,16 @@ def _few_runs(
     return tuple([_join_few(piece, pages, (first, end), size) for piece in pair.pieces])
 
 
-def _join_few(piece: Piece, pages: Sequence[tuple[int, int, int]], tokens: tuple[int, int], size: int) -> Numbers:
+def _join_few(piece: Piece, pages: Sequence[tuple[int, int, int]], tokens: tuple[int, int], size: int) -> FewRuns:
     """The runs of pages (target block, source block, number in the sequence), of which the first and the last may be cut."""
-    source_offset, target_offset, token_bytes = piece.runs[0].tolist()
+    source_offset, target_offset, token_bytes = piece.first_run
     source_stride, target_stride = piece.source.block_stride, piece.target.block_stride
     first, end = tokens
-    source_end = target_end = -1
-    joined: list[int] = []
+    page_bytes = size * token_bytes
+    joined: FewRuns = []
+    begun_of = begun_at = begun_bytes = 0
     for target, source, number in pages:
-        of, at, count = source * source_stride + source_offset, target * target_stride + target_offset, size * token_bytes
+        of, at, count = source * source_stride + source_offset, target * target_stride + target_offset, page_bytes
         if number * size < first:
             cut = first - number * size
             of += cut * piece.source.token_stride
@@ -174,13 +181,14 @@ def _join_few(piece: Piece, pages: Sequence[tuple[int, int, int]], tokens: tuple
             count -= cut * token_bytes
         if (number + 1) * size > end:
             count -= ((number + 1) * size - end) * token_bytes
-        if of == source_end and at == target_end:
-            joined[-1] += count
+        if begun_bytes and of == begun_of + begun_bytes and at == begun_at + begun_bytes:
+            begun_bytes += count
         else:
-            joined += (of, at, count)
-        source_end, target_end = of + count, at + count
-    # From one flat list: NumPy takes more than twice as long for a list of rows.
-    return np.array(joined, np.int64).reshape(-1, 3)
+            if begun_bytes:
+                joined.append((begun_of, begun_at, begun_bytes))
+            begun_of, begun_at, begun_bytes = of, at, count
+    joined.append((begun_of, begun_at, begun_bytes))
+    return joined
 
 
 def _nothing(pair: GroupPair) -> tuple[Numbers, ...]:
@@ -240,18 +248,34 @@ def _token_places(pattern: TokenPattern | None, at: Numbers) -> TokenPlaces | No
 
 
 def _strip(piece: Piece, in_layer: LayerRuns, rows: Numbers) -> Strip:
-    places, pattern = (in_layer.places, in_layer.pattern) if isinstance(in_layer, TokenPlaces) else (in_layer, None)
+    places, pattern = (in_layer.places, in_layer.pattern) if isinstance(in_layer, TokenPlaces) else (_listed(in_layer), None)
     if piece.slots_in_block and len(rows) > 1:
         return Strip(NO_SLOT, _within_blocks(unroll_places(places, pattern), rows))
     return Strip(rows[:, 0], places, pattern)
 
 
-def _over_slots(piece: Piece, in_layer: LayerRuns, rows: Numbers) -> Runs:
-    runs = unroll_places(in_layer.places, in_layer.pattern) if isinstance(in_layer, TokenPlaces) else in_layer
-    if piece.slots_in_block and len(rows) > 1:
-        return _within_blocks(runs, rows).view(np.uint64)
-    few: Numbers = runs + rows
+def _over_slots(piece: Piece, in_layer: LayerRuns, slots: Slots) -> Runs:
+    is_within = piece.slots_in_block and len(slots.starts) > 1
+    if isinstance(in_layer, list) and len(in_layer) * len(slots.starts) <= _FEWEST_RUNS and not is_within:
+        # From one flat list: NumPy takes more than twice as long for a list of rows.
+        numbers = [
+            number
+            for source, target in slots.starts
+            for of, at, count in in_layer
+            for number in (of + source, at + target, count)
+        ]
+        return np.array(numbers, np.uint64).reshape(-1, 3)
+    runs = unroll_places(in_layer.places, in_layer.pattern) if isinstance(in_layer, TokenPlaces) else _listed(in_layer)
+    if is_within:
+        return _within_blocks(runs, slots.rows).view(np.uint64)
+    few: Numbers = runs + slots.rows
     return few.reshape(-1, 3).view(np.uint64)
+
+
+def _listed(runs: Numbers | FewRuns) -> Numbers:
+    if isinstance(runs, list):
+        return np.array([number for run in runs for number in run], np.int64).reshape(-1, 3)
+    return runs
 
 
 def _within_blocks(runs: Numbers, rows: Numbers) -> Numbers:

@@ -25,13 +25,33 @@ def test_spans_without_a_problem_are_every_cell_exactly_once(parts: list[Span]) 
         assert sorted(cell for part in parts for cell in _cells(part)) == sorted(_cells(WHOLE))
 
 
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [Span(0, 0, 4, 0, 2), Span(1, 0, 4, 2, 1), Span(2, 0, 4, 1, 3)],
+        [Span(0, 0, 3, 0, 3), Span(1, 3, 1, 0, 3), Span(2, 1, 4, 0, 3)],
+    ],
+    ids=["layers", "tokens"],
+)
+def test_spans_that_run_backwards_are_not_whole(parts: list[Span]) -> None:
+    assert span_problem(parts, WHOLE)
+
+
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_a_cache_cut_into_chunks_and_layers_is_whole_in_any_order(tokens: int, chunk: int, layers: int, random: Random) -> None:
     starts = range(0, tokens, chunk)
     cuts = [(first, layer) for first in starts for layer in range(layers)]
     parts = [Span(n, first, min(first + chunk, tokens), layer, layer + 1) for n, (first, layer) in enumerate(cuts)]
-    random.shuffle(parts)
     whole = Span(0, 0, tokens, 0, layers)
+    assert span_problem(parts, whole) == ""
+    for index, part in enumerate(parts):
+        # In the order in which they are computed, with one that is too short or too long.
+        for other in (
+            Span(part.number, part.first_token, part.end_token + 1, part.first_layer, part.end_layer),
+            Span(part.number, part.first_token, part.end_token, part.first_layer, part.end_layer + 1),
+        ):
+            assert span_problem([*parts[:index], other, *parts[index + 1 :]], whole)
+    random.shuffle(parts)
     assert span_problem(parts, whole) == ""
     for missing in parts:
         assert span_problem([part for part in parts if part is not missing], whole)
