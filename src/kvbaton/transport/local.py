@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvbaton.errors import KVBatonError, PeerError, PeerLost, TransportError
+from kvbaton.errors import PeerError, PeerLost, TransportError
 from kvbaton.transport.base import (
     AfterEvent,
     Batch,
@@ -29,7 +29,7 @@ from kvbaton.transport.base import (
     TransportSettings,
 )
 from kvbaton.transport.neighbour import Neighbour, NeighbourWatch, ProcessMemory, explain_limits, is_there
-from kvbaton.transport.queued import Ledger, QueuedTransport, SliceMover, describe, detail
+from kvbaton.transport.queued import Ledger, QueuedTransport, SliceMover, detail
 from kvbaton.transport.runs import MAX_SLICE_RUNS, CopyCrew, RunCopier, RunCursor, load_loops
 from kvbaton.transport.shared_memory import MARK_BYTES, SharedMapping, inode_of, write_mark
 
@@ -88,17 +88,11 @@ class _ProcessReach:
             raise problems[0]
         return total
 
-    def move_now(self, link: _Process, batch: Batch) -> tuple[int, str]:
+    def move_now(self, link: _Process, batch: Batch) -> int:
         """Copy a small batch out of mapped memory, in the calling thread; see `Ledger.move_now`."""
         if link.copier is None or isinstance(batch.runs, Plan):  # a plan has too many runs for this
-            return 0, ""
-        if not (moved := link.copier.move_few(batch.runs, _AT_ONCE_BYTES)):
-            return 0, ""
-        try:
-            self.confirm(link)
-        except (KVBatonError, OSError, ValueError) as problem:
-            return moved, describe(problem)
-        return moved, ""
+            return 0
+        return link.copier.move_few(batch.runs, _AT_ONCE_BYTES)
 
     def begin(self, link: _Process, batch: Batch, wakeup_fd: int) -> int:
         """Leave a batch of mapped memory to the helpers; see `Starter`."""

@@ -130,8 +130,8 @@ class Starter(Protocol[L_contra]):
         """Raise KVBatonError unless what was copied came from the peer that is meant; called after a batch's last byte."""
 
 
-MoveNow = Callable[[L, Batch], tuple[int, str]]
-"""Checks and moves a small batch of a link; the bytes, 0 if it moved nothing, and the error with which the batch ends."""
+MoveNow = Callable[[L, Batch], int]
+"""Checks and moves a small batch of a link; the bytes, 0 if it moved nothing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,10 +159,15 @@ class Ledger(Generic[L]):
         check: RunsCheck[L] | None = None,
         starter: Starter[L] | None = None,
     ) -> None:
-        """`check` may refuse more runs than the sizes of both regions do; it raises RangeError. `begin_now` has a starter."""
+        """`check` may refuse more runs than the sizes of both regions do; it raises RangeError.
+
+        `move_now` and `begin_now` have a starter.
+        """
         self._check = check
         self._starter = starter
         self._begun: _BegunBatch[L] | None = None
+        self._moved: list[tuple[Ticket, L, int]] = []
+        """What callers have moved themselves, and how many bytes; it completes once the peer of each is confirmed."""
         self._loops = load_loops()
         self._region = region
         self._settings = settings
@@ -224,6 +229,7 @@ class Ledger(Generic[L]):
                 raise QueueFull(
                     f"queue full: {self._settings.max_in_flight} batches are in flight (max_in_flight); poll, then post again"
                 )
+            self._confirm_moved()  # what was posted before is to complete before
             job = BatchJob(self._number(batch.peer), known.link, cursor, after, batch.direction)
             self._jobs[job.ticket] = job
             self._command(PostJob(job))
@@ -233,15 +239,16 @@ class Ledger(Generic[L]):
         """Have the caller move a small batch itself; None where it has to be admitted. Raises TransportError.
 
         Only while the mover has nothing to do: a batch overtakes no other. Under the lock, so that no revoke or close comes in
-        between; `move` must therefore be quick, and touch nothing here.
+        between; `move` must therefore be quick, and touch nothing here. Whether the peer was there until the last byte is asked
+        when completions are taken: once for all batches of a turn.
         """
         with self._lock:
             link = None if self._check is not None else self._free_link(batch.peer)
-            moved_bytes, error = move(link, batch) if link is not None else (0, "")
-            if not moved_bytes:
+            moved_bytes = move(link, batch) if link is not None else 0
+            if link is None or not moved_bytes:
                 return None
             ticket = self._number(batch.peer)
-            self._completions.append(Completion(ticket, moved_bytes, error))
+            self._moved.append((ticket, link, moved_bytes))
             self.done.set()
             return ticket
 
@@ -255,6 +262,7 @@ class Ledger(Generic[L]):
             link = self._free_link(batch.peer)
             if link is None or self._starter is None:
                 return None
+            self._confirm_moved()  # what was posted before is to complete before
             wire_bytes = self._starter.begin(link, batch, self.done.write_fd)
             if not wire_bytes:
                 return None
@@ -280,6 +288,7 @@ class Ledger(Generic[L]):
     def remove_peer(self, peer: PeerRank) -> None:
         """Forget `peer` and have the mover end its jobs; unknown peers are ignored."""
         with self._lock:
+            self._confirm_moved()  # while the link can still be asked
             known = self._peers.pop(peer, None)
             if known is not None:
                 self._command(RevokeLink(known.link))
@@ -311,6 +320,7 @@ class Ledger(Generic[L]):
         with self._lock:
             # Cleared first: a byte of the starter that is taken here belongs to a batch that is then seen to have ended.
             self.done.clear()
+            self._confirm_moved()
             self._look_at_begun()
             self.done.clear()
             completions, self._completions = self._completions, []
@@ -321,6 +331,7 @@ class Ledger(Generic[L]):
     def shut(self, reason: str) -> None:
         """Accept nothing more and have the mover end; the first reason stays."""
         with self._lock:
+            self._confirm_moved()  # while links can still be asked
             self._shut_reason = self._shut_reason or reason
             self.work.set()
 
@@ -356,19 +367,34 @@ class Ledger(Generic[L]):
         self._count_of[peer] += 1
         return ticket
 
+    def _confirm_moved(self) -> None:
+        """Complete what callers have moved themselves; each peer is asked once."""
+        if self._moved:
+            moved, self._moved = self._moved, []
+            errors = {link: self._confirmed(link) for link in {link for _, link, _ in moved}}
+            self._completions += [Completion(ticket, moved_bytes, errors[link]) for ticket, link, moved_bytes in moved]
+
     def _look_at_begun(self) -> None:
         """Complete what was begun, if it has ended."""
         begun, starter = self._begun, self._starter
         if begun is None or starter is None or not starter.has_ended():
             return
-        try:
-            # After the last byte, not before the first: a peer that dies or withdraws during the copy must not count.
-            starter.confirm(begun.link)
-        except (KVBatonError, OSError, ValueError) as problem:
-            begun.error = begun.error or describe(problem)
+        begun.error = begun.error or self._confirmed(begun.link)
         self._begun = None
         self.done.was_written()
         self._completions.append(Completion(begun.ticket, begun.wire_bytes, begun.error))
+
+    def _confirmed(self, link: L) -> str:
+        """Why what was moved for a link does not count; empty when it does.
+
+        Asked after the last byte, not before the first: a peer that dies or withdraws during the copy must not count.
+        """
+        try:
+            if self._starter is not None:
+                self._starter.confirm(link)
+        except (KVBatonError, OSError, ValueError) as problem:
+            return describe(problem)
+        return ""
 
     def _wait_begun(self, begun: _BegunBatch[L] | None) -> None:
         """Wait until a batch has ended; not under the lock, which `poll` and `post` need."""

@@ -122,27 +122,26 @@ def test_a_wakeup_is_a_flag_not_a_counter() -> None:
 
 
 def test_a_small_batch_is_moved_by_the_caller_and_completes_like_any_other(ledger: Ledger[str]) -> None:
-    ticket = ledger.move_now(BATCH, lambda link, batch: (len(link) + count_runs(batch.runs), ""))
+    ticket = ledger.move_now(BATCH, lambda link, batch: len(link) + count_runs(batch.runs))
     assert ticket is not None
     assert is_set(ledger.done)
     assert not is_set(ledger.work)
     assert [(each.ticket, each.moved_bytes, each.error) for each in ledger.take_completions()] == [(ticket, 5, "")]
     assert not is_set(ledger.done)
-    assert ledger.move_now(BATCH, lambda *_: (5, "PeerLost: gone")) != ticket
-    assert [each.error for each in ledger.take_completions()] == ["PeerLost: gone"]
+    assert ledger.move_now(BATCH, lambda *_: 5) != ticket
 
 
 def test_what_the_caller_cannot_move_is_left_to_the_mover(ledger: Ledger[str]) -> None:
-    assert ledger.move_now(BATCH, lambda *_: (0, "")) is None
+    assert ledger.move_now(BATCH, lambda *_: 0) is None
     assert ledger.take_completions() == []
 
 
 def test_a_small_batch_overtakes_nothing(ledger: Ledger[str]) -> None:
     moved: list[str] = []
 
-    def move(link: str, batch: Batch) -> tuple[int, str]:
+    def move(link: str, batch: Batch) -> int:
         moved.append(link)
-        return count_runs(batch.runs), ""
+        return count_runs(batch.runs)
 
     ledger.admit(BATCH, None)
     assert ledger.move_now(BATCH, move) is None
@@ -159,19 +158,19 @@ def test_a_small_batch_overtakes_nothing(ledger: Ledger[str]) -> None:
 
 def test_nothing_is_moved_for_a_peer_that_was_revoked_or_after_the_end(ledger: Ledger[str]) -> None:
     ledger.remove_peer(PEER)
-    assert ledger.move_now(BATCH, lambda *_: (5, "")) is None
+    assert ledger.move_now(BATCH, lambda *_: 5) is None
     ledger.take_commands()
     with pytest.raises(TransportError, match="not connected"):
-        ledger.move_now(BATCH, lambda *_: (5, ""))
+        ledger.move_now(BATCH, lambda *_: 5)
     ledger.shut("closed")
     with pytest.raises(TransportError, match="closed"):
-        ledger.move_now(BATCH, lambda *_: (5, ""))
+        ledger.move_now(BATCH, lambda *_: 5)
 
 
 def test_a_transport_with_checks_of_its_own_keeps_them() -> None:
     books: Ledger[str] = Ledger(Region.of(bytearray(10)), TransportSettings(), lambda _, runs: runs)
     books.add_peer(PEER, Endpoint("test", 10, {}), "link")
-    assert books.move_now(BATCH, lambda *_: (5, "")) is None
+    assert books.move_now(BATCH, lambda *_: 5) is None
     books.close()
 
 
@@ -181,6 +180,7 @@ class Helper:
     def __init__(self) -> None:
         self.wakeup_fd, self.wire_bytes, self.moving, self.waited, self.problem = -1, 5, False, 0, ""
         self.ends_when_looked_at = False
+        self.confirmed = 0
 
     def begin(self, link: str, batch: Batch, wakeup_fd: int) -> int:
         assert (link, batch, self.moving) == ("link", BATCH, False)
@@ -203,6 +203,7 @@ class Helper:
 
     def confirm(self, link: str) -> None:
         assert (link, self.moving) == ("link", False)
+        self.confirmed += 1
         if self.problem:
             raise PeerLost(self.problem)
 
@@ -249,7 +250,7 @@ def test_many_begun_batches_between_two_looks_leave_no_byte_behind(helper: Helpe
 
 
 def test_a_begun_batch_that_ends_right_after_the_look_is_not_forgotten(begun: Ledger[str], helper: Helper) -> None:
-    begun.move_now(BATCH, lambda *_: (5, ""))
+    begun.move_now(BATCH, lambda *_: 5)
     ticket = begun.begin_now(BATCH)
     helper.ends_when_looked_at = True
     assert ticket not in [each.ticket for each in begun.take_completions()]
@@ -258,10 +259,50 @@ def test_a_begun_batch_that_ends_right_after_the_look_is_not_forgotten(begun: Le
     assert not is_set(begun.done)
 
 
+@pytest.mark.parametrize("problem", ["", "withdrawn"])
+def test_the_peer_of_small_batches_is_confirmed_once_when_they_complete(
+    begun: Ledger[str], helper: Helper, problem: str
+) -> None:
+    tickets = [begun.move_now(BATCH, lambda *_: 5) for _ in range(2)]
+    assert helper.confirmed == 0, "a peer that dies after this must not count"
+    helper.problem = problem
+    error = f"PeerLost: {problem}" if problem else ""
+    assert [(each.ticket, each.error) for each in begun.take_completions()] == [(ticket, error) for ticket in tickets]
+    assert helper.confirmed == 1
+    assert not is_set(begun.done)
+    assert begun.take_completions() == []
+
+
+@pytest.mark.parametrize("end", ["revoke", "shut"])
+def test_small_batches_are_confirmed_before_their_peer_is_released(begun: Ledger[str], helper: Helper, end: str) -> None:
+    ticket = begun.move_now(BATCH, lambda *_: 5)
+    if end == "revoke":
+        begun.remove_peer(PEER)
+    else:
+        begun.shut("closed")
+    assert helper.confirmed == 1
+    helper.problem = "released"
+    assert is_set(begun.done)
+    assert [(each.ticket, each.error) for each in begun.take_completions()] == [(ticket, "")]
+
+
+def test_what_is_moved_later_completes_later(begun: Ledger[str], helper: Helper) -> None:
+    small = begun.move_now(BATCH, lambda *_: 5)
+    large = begun.begin_now(BATCH)
+    helper.end()
+    assert [each.ticket for each in begun.take_completions()] == [small, large]
+    small = begun.move_now(BATCH, lambda *_: 5)
+    admitted = begun.admit(BATCH, None)
+    (command,) = begun.take_commands()
+    assert isinstance(command, PostJob)
+    begun.finish(command.job)
+    assert [each.ticket for each in begun.take_completions()] == [small, admitted]
+
+
 def test_nothing_is_begun_beside_other_work(begun: Ledger[str], helper: Helper) -> None:
     assert begun.begin_now(BATCH) is not None
     assert begun.begin_now(BATCH) is None
-    assert begun.move_now(BATCH, lambda *_: (5, "")) is None
+    assert begun.move_now(BATCH, lambda *_: 5) is None
     helper.end()
     begun.admit(BATCH, None)
     (command,) = begun.take_commands()
