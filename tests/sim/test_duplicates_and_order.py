@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -31,7 +31,7 @@ from scenario import (
 from kvbaton.agent import source as source_module
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import Offer
-from kvbaton.agent.rank_orders import RankReport, SpanMoved
+from kvbaton.agent.rank_orders import RankReport, SpansMoved
 from kvbaton.agent.source import SourceRecord, SourceSide
 from kvbaton.agent.target import TargetRecord, TargetSide
 from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Mode, Outcome, Span
@@ -246,9 +246,9 @@ class TestDoubledReports:
     @every_flow
     def test_counting_reports_instead_of_ranks_would_be_seen(self, flow: Flow) -> None:
         class CountingTarget(TargetSide):
-            def count_moved(self, record: TargetRecord, reports: Sequence[SpanMoved]) -> None:
+            def count_moved(self, record: TargetRecord, report: SpansMoved) -> None:
                 number = sum(len(moved) for moved in record.moved.values())
-                record.moved.setdefault(0, set()).update(range(number, number + len(reports)))
+                record.moved.setdefault(0, set()).update(range(number, number + len(report.spans)))
 
             def is_complete(self, record: TargetRecord) -> bool:
                 wanted = (record.span_count or 0) * len(self._card.ranks)
@@ -261,7 +261,7 @@ class TestDoubledReports:
             reports = 0
 
             def on_copy(self, report: Any) -> None:
-                self.reports += isinstance(report, SpanMoved)
+                self.reports += len(report.spans) if isinstance(report, SpansMoved) else 0
                 super().on_copy(report)
 
             def _is_moved(self, record: SourceRecord) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import Allocation, EngineEvent, Landed, Offer, SourceEnded, SourceRequest
-from kvbaton.agent.rank_orders import CopyStopped, MoveSpans, RankOrder, RankReport, SpanMoved, StopCopy
+from kvbaton.agent.rank_orders import CopyStopped, MoveSpans, RankOrder, RankReport, SpansMoved, StopCopy
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import PROTOCOL, Card, Endpoint, ProcessId, RankCard
 from kvbaton.core.handoff import Aux, Executor, HandoffKey, Incarnation, Mode, Outcome, TransferId
@@ -38,7 +38,8 @@ class _InstantRanks:
 
     def send(self, rank: int, order: RankOrder) -> None:
         if isinstance(order, MoveSpans):
-            self._reports.extend(SpanMoved(order.copy, rank, span.number, 1, 1) for span in order.spans)
+            numbers = tuple(span.number for span in order.spans)
+            self._reports.append(SpansMoved(order.copy, rank, numbers, len(numbers), len(numbers)))
         elif isinstance(order, StopCopy):
             self._reports.append(CopyStopped(order.copy, rank))
 

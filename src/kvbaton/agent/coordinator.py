@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection
-from typing import NamedTuple, TypeVar, assert_never
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple, assert_never
 
 from kvbaton.agent.card_requests import is_answer_after
 from kvbaton.agent.engine_port import Allocation, Offer, SourceRequest
@@ -23,7 +23,7 @@ from kvbaton.agent.rank_orders import (
     PeerFenced,
     RankReport,
     RegionFenced,
-    SpanMoved,
+    SpansMoved,
     SpanSummed,
 )
 from kvbaton.agent.source import SourceSide
@@ -40,9 +40,9 @@ from kvbaton.core.messages import (
     Confirmed,
     Envelope,
     Grant,
-    HandoffMessage,
     Heartbeat,
     Hello,
+    Message,
     Over,
     Prefilled,
     Refused,
@@ -56,8 +56,6 @@ from kvbaton.errors import Incompatible, TransportError
 from kvbaton.wire.log_limit import LogLimit, shown
 
 __all__ = ["Coordinator", "Peers"]
-
-SpanReport = TypeVar("SpanReport", SpanMoved, SpanSummed)
 
 log = logging.getLogger(__name__)
 
@@ -183,6 +181,21 @@ class Coordinator:
         self._region_epoch = 0
         self.source = self.source_side(len(card.ranks), limits, clock, control, ranks, engine, observe, card.ranks[0].aux)
         self.target = self.target_side(card, transport, limits, clock, control, ranks, engine, settings, observe)
+        self.handlers: dict[type[Message], Callable[[Incarnation, Any], None]] = {
+            Grant: self._on_grant,
+            Announced: self.target.on_announced,
+            Prefilled: self.target.on_prefilled,
+            AuxSent: self.target.on_aux,
+            Retracted: self.target.on_retracted,
+            ConfirmAsk: self.source.on_confirm_ask,
+            Confirmed: self.target.on_confirmed,
+            Release: self.source.on_release,
+            Stop: self.source.on_stop,
+            Stopped: self.target.on_stopped,
+            Over: self.target.on_over,
+            Heartbeat: self._on_heartbeat,
+        }
+        """What is done with each message about hand-offs. A table: every hand-off has seven messages."""
         self.dropped_total: Counter[str] = Counter()
         self.handshakes_total = 0
 
@@ -250,7 +263,10 @@ class Coordinator:
     def on_frame(self, envelope: Envelope, via: ControlAddress | None) -> None:
         """A peer has sent something; `via` is the address we had dialled to reach it, None when it reached us."""
         sender, message = envelope.sender, envelope.message
-        if not self.is_for_us(envelope):
+        is_for_us = self.is_for_us(envelope)
+        if is_for_us and (handle := self.handlers.get(type(message))) is not None and self._peers.card(sender) is not None:
+            handle(sender, message)
+        elif not is_for_us:
             # The sender takes us for the process that was here before. Our card shows it that this one is gone.
             self.dropped_total["for an earlier incarnation"] += 1
             self._control.send(sender, Hello(self.card, wants_answer=False, answers=0, takes_several=True))
@@ -268,56 +284,28 @@ class Coordinator:
             self.target.card_requests.ask_back(sender)
         elif isinstance(message, Refused):
             self.target.on_refused(sender, message)
-        else:
-            self._on_handoff_message(sender, message)
 
     def is_for_us(self, envelope: Envelope) -> bool:
         """Whether a frame was meant for this incarnation."""
         return envelope.recipient in ("", self.card.incarnation)
 
-    def _on_handoff_message(self, sender: Incarnation, message: HandoffMessage) -> None:
-        # Every case before the right one costs: first what each hand-off has, in the order in which a side gets it.
-        match message:
-            case Announced():
-                self.target.on_announced(sender, message)
-            case Grant():
-                card = self._peers.card(sender)
-                timeout = math.inf if card is None else card.transfer_timeout
-                self._shortest_timeout = min(self._shortest_timeout, timeout)
-                self.source.on_grant(sender, message)
-            case Prefilled():
-                self.target.on_prefilled(sender, message)
-            case ConfirmAsk():
-                self.source.on_confirm_ask(sender, message)
-            case AuxSent():
-                self.target.on_aux(sender, message)
-            case Release():
-                self.source.on_release(sender, message)
-            case Confirmed():
-                self.target.on_confirmed(sender, message)
-            case Stop():
-                self.source.on_stop(sender, message)
-            case Retracted():
-                self.target.on_retracted(sender, message)
-            case Over():
-                self.target.on_over(sender, message)
-            case Stopped():
-                self.target.on_stopped(sender, message)
-            case Heartbeat():
-                (self.target if message.from_source else self.source).on_heartbeat(sender, message)
-            case _:
-                assert_never(message)
+    def _on_grant(self, sender: Incarnation, grant: Grant) -> None:
+        card = self._peers.card(sender)
+        if card is not None and card.transfer_timeout < self._shortest_timeout:
+            self._shortest_timeout = card.transfer_timeout
+        self.source.on_grant(sender, grant)
+
+    def _on_heartbeat(self, sender: Incarnation, heartbeat: Heartbeat) -> None:
+        (self.target if heartbeat.from_source else self.source).on_heartbeat(sender, heartbeat)
 
     # Reports of the ranks.
 
     def take_report(self, reports: deque[RankReport]) -> None:
-        """Take the first report of a queue; with one about a span, all about other spans of that copy that follow it."""
+        """Take the first report of a queue; with that of a sum, all about other spans of that copy that follow it."""
         report = reports.popleft()
         if isinstance(report, SpanSummed):
             side = self.source if report.side is Side.SOURCE else self.target
             side.on_summed_spans(_take_alike(report, reports))
-        elif isinstance(report, SpanMoved) and not self.source.owns_copy(report.copy):
-            self.target.on_moved(_take_alike(report, reports))
         else:
             self.on_rank(report)
 
@@ -332,7 +320,7 @@ class Coordinator:
                 self.target.on_aux_read(report)
             case SpanSummed():
                 (self.source if report.side is Side.SOURCE else self.target).on_summed_spans([report])
-            case SpanMoved() | CopyFailed() | CopyStopped():
+            case SpansMoved() | CopyFailed() | CopyStopped():
                 (self.source if self.source.owns_copy(report.copy) else self.target).on_copy(report)
             case _:
                 assert_never(report)
@@ -486,14 +474,11 @@ class Coordinator:
         self.target.on_peer_gone(incarnation, reason)
 
 
-def _take_alike(report: SpanReport, reports: deque[RankReport]) -> list[SpanReport]:
-    """This report, and what follows it in a queue of the same kind, about the same copy on the same rank, taken from there."""
-    kind, copy, rank, alike = type(report), report.copy, report.rank, [report]
-    side = report.side if isinstance(report, SpanSummed) else None
-    while reports and isinstance(following := reports[0], kind) and following.rank == rank:
-        if following.copy is not copy and following.copy != copy:
-            break
-        if side is not None and isinstance(following, SpanSummed) and following.side is not side:
+def _take_alike(report: SpanSummed, reports: deque[RankReport]) -> list[SpanSummed]:
+    """This report, and what follows it in a queue of the same side, about the same copy on the same rank, taken from there."""
+    side, copy, rank, alike = report.side, report.copy, report.rank, [report]
+    while reports and isinstance(following := reports[0], SpanSummed) and following.rank == rank:
+        if (following.copy is not copy and following.copy != copy) or following.side is not side:
             break
         reports.popleft()
         alike.append(following)

@@ -228,11 +228,14 @@ class Driver(HandoffPort):
         """One failing task never stops the thread; interrupts and exits pass. Whether it succeeded."""
         try:
             work()
-        except Exception:  # one bug must not take every other hand-off of the instance with it
-            self.errors_total += 1
-            log.exception("the agent continues after an error of its own")
+        except Exception as error:  # noqa: BLE001 - one bug must not take every other hand-off of the instance with it
+            self._note_error(error)
             return False
         return True
+
+    def _note_error(self, error: Exception) -> None:
+        self.errors_total += 1
+        log.error("the agent continues after an error of its own", exc_info=error)
 
     def _timeout_s(self) -> float:
         """How long nothing has to be done, unless a frame, a command or a completion comes."""
@@ -256,7 +259,10 @@ class Driver(HandoffPort):
             # The engine may have submitted something while the last frame was handled, and the next frame may be about it.
             if self._commands:
                 self._take_commands()
-            self._guarded(partial(self._coordinator.on_frame, envelope, via))
+            try:  # as `_guarded`, without a call for each message
+                self._coordinator.on_frame(envelope, via)
+            except Exception as error:  # noqa: BLE001
+                self._note_error(error)
             if frames % self._sockets.frames_per_turn == 0:
                 # Frames hold several messages each: heartbeats that fall due do not wait for the last of a full turn.
                 self._guarded(self._coordinator.beat)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -50,8 +51,7 @@ _ENDING = frozenset({CopyState.BROKEN, CopyState.STOPPING})
 """States of a copy that end with its last batch in flight."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class Part(msgspec.Struct, frozen=True, eq=False):
     """One batch of one span of a copy."""
 
     copy: CopyId
@@ -368,31 +368,29 @@ def find_routes(own: Layout, instance: Sequence[Layout], rank: int, card: Card, 
     return Routes(tuple(peer for peer in peers if peer in met), reads, writes)
 
 
-@dataclass(slots=True)
-class _Moving:
+class _Moving(msgspec.Struct, eq=False):
     """Spans of the same tokens and neighbouring layers, moved as one."""
 
     spans: tuple[Span, ...]
     planned: int = 0
     moved: int = 0
     unposted: int = 0
-    open: set[Ticket] = field(default_factory=set)
+    open: set[Ticket] = msgspec.field(default_factory=set)
 
     @property
     def is_drained(self) -> bool:
         return not self.open and not self.unposted
 
 
-@dataclass(slots=True)
-class _Copy:
+class _Copy(msgspec.Struct, eq=False):
     """This rank's part of one copy."""
 
     order: rank_orders.OpenCopy
     state: CopyState = COPY.start
     error: str = ""
-    moving: dict[int, _Moving] = field(default_factory=dict)
+    moving: dict[int, _Moving] = msgspec.field(default_factory=dict)
     """By the number of the first span."""
-    known: set[int] = field(default_factory=set)
+    known: set[int] = msgspec.field(default_factory=set)
     """Numbers of all spans that were ever to be moved: an order that is repeated moves nothing twice."""
     plan_of: tuple[BlockLists, int, int] = ((), 0, 0)
     plans: tuple[BlockRuns, ...] = ()
@@ -635,8 +633,11 @@ class RankAgent:
         if copy is None:
             self._report(rank_orders.CopyFailed(order.copy, self.rank, "the copy is not open"))
             return
-        new = tuple(span for span in order.spans if span.number not in copy.known)
-        copy.known |= {span.number for span in new}
+        new, known = order.spans, copy.known
+        numbers = [span.number for span in new]
+        if not known.isdisjoint(numbers):
+            new = tuple(span for span in new if span.number not in known)
+        known.update(numbers)
         for together in _neighbours(new):
             if copy.state is CopyState.OPEN:
                 self._post(copy, order.source_blocks, together)
@@ -764,7 +765,9 @@ class RankAgent:
         match effect:
             case CopyEffect.REPORT_MOVED:
                 if moving is not None:
-                    self._report_moved(copy_id, moving)
+                    numbers = tuple([span.number for span in moving.spans])
+                    report = rank_orders.SpansMoved(copy_id, self.rank, numbers, moving.planned, moving.moved)
+                    self._report(report)
             case CopyEffect.CANCEL_POSTED:
                 for each in copy.moving.values():
                     each.unposted = 0
@@ -778,19 +781,6 @@ class RankAgent:
                 self._report(rank_orders.CopyStopped(copy_id, self.rank))
             case _:
                 assert_never(effect)
-
-    def _report_moved(self, copy_id: CopyId, moving: _Moving) -> None:
-        """Report each span; the bytes of spans that were moved as one are shared out by tokens and layers."""
-        planned, moved = moving.planned, moving.moved
-        parts = [(span.end_token - span.first_token) * (span.end_layer - span.first_layer) for span in moving.spans]
-        count = sum(parts) or 1
-        done = planned_before = moved_before = 0
-        report, rank, span_moved = self._report, self.rank, rank_orders.SpanMoved
-        for span, part in zip(moving.spans, parts, strict=True):
-            done += part
-            planned_here, moved_here = planned * done // count, moved * done // count
-            report(span_moved(copy_id, rank, span.number, planned_here - planned_before, moved_here - moved_before))
-            planned_before, moved_before = planned_here, moved_here
 
 
 def _neighbours(spans: tuple[Span, ...]) -> Iterator[tuple[Span, ...]]:

@@ -39,7 +39,7 @@ __all__ = [
     "Reports",
     "ResetRegion",
     "RevokePeer",
-    "SpanMoved",
+    "SpansMoved",
     "SpanSummed",
     "StopCopy",
     "SumSpans",
@@ -109,7 +109,7 @@ class PoisonBlocks(msgspec.Struct, frozen=True, tag=True):
 
 
 class MoveSpans(msgspec.Struct, frozen=True, tag=True):
-    """Move spans of an open copy; SpanMoved follows for each, or CopyFailed once."""
+    """Move spans of an open copy; SpansMoved follows for all of them, or CopyFailed once."""
 
     copy: CopyId
     source_blocks: BlockLists
@@ -184,12 +184,12 @@ RankOrder = (
 )
 
 
-class SpanMoved(msgspec.Struct, frozen=True, tag=True):
-    """Every byte that this rank moves of a span has arrived."""
+class SpansMoved(msgspec.Struct, frozen=True, tag=True):
+    """Every byte that this rank moves of these spans has arrived: spans of one copy, which were moved as one."""
 
     copy: CopyId
     rank: int
-    span: int
+    spans: tuple[int, ...]
     bytes_planned: int
     bytes_moved: int
 
@@ -253,7 +253,7 @@ def sums_by_leg(sums: RankSums) -> dict[tuple[int, int], int]:
     return {(leg, span): value for (_, span), values in sums.items() for leg, value in values}
 
 
-CopyReport = SpanMoved | CopyFailed | CopyStopped
+CopyReport = SpansMoved | CopyFailed | CopyStopped
 RankReport = CopyReport | SpanSummed | AuxRead | PeerFenced | RegionFenced
 
 

@@ -48,7 +48,6 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -66,7 +65,7 @@ from kvbaton.agent.rank_orders import (
     OpenCopy,
     PutAux,
     RankSums,
-    SpanMoved,
+    SpansMoved,
     SpanSummed,
     StopCopy,
     SumSpans,
@@ -136,8 +135,7 @@ _QUIET = {
 }
 
 
-@dataclass(slots=True)
-class SourceRecord:
+class SourceRecord(msgspec.Struct, eq=False):
     """One live hand-off as its source knows it: the state, and the counts and lists beside it."""
 
     key: HandoffKey
@@ -153,7 +151,7 @@ class SourceRecord:
     """Whether the engine has asked for it; false while a grant is parked."""
     parked_at: float = -math.inf
     blocks: BlockLists = ()
-    spans: list[Span] = field(default_factory=list)
+    spans: list[Span] = msgspec.field(default_factory=list)
     announced: int = 0
     """How many of the spans were sent to the target; likewise moved by us, and given to the ranks to sum."""
     moving: int = 0
@@ -162,10 +160,10 @@ class SourceRecord:
     held_since: float = 0.0
     target: Incarnation | None = None
     grant: Grant | None = None
-    open_copies: dict[int, CopyId] = field(default_factory=dict)
+    open_copies: dict[int, CopyId] = msgspec.field(default_factory=dict)
     """By rank: the copy that it has open, which may be that of an earlier generation while we are RETRACTING."""
-    moved: dict[int, set[int]] = field(default_factory=dict)
-    sums: RankSums = field(default_factory=dict)
+    moved: dict[int, set[int]] = msgspec.field(default_factory=dict)
+    sums: RankSums = msgspec.field(default_factory=dict)
     is_asked: bool = False
     """Whether the target has asked for a confirmation that waits for the last checksum."""
     aux_pointer: AuxPointer | None = None
@@ -694,9 +692,9 @@ class SourceSide:
             self.late_total["copy"] += 1
             return
         match report:
-            case SpanMoved():
+            case SpansMoved():
                 if report.copy.generation == record.generation:
-                    record.moved.setdefault(report.rank, set()).add(report.span)
+                    record.moved.setdefault(report.rank, set()).update(report.spans)
                     self.renew_cap(record)
             case CopyStopped():
                 del record.open_copies[report.rank]

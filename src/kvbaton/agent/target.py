@@ -80,12 +80,14 @@ its writes do not land any more.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import msgspec
 
 from kvbaton.agent.card_requests import CardRequests, is_answer_after
 from kvbaton.agent.decline_notices import DeclineNotices
@@ -105,7 +107,7 @@ from kvbaton.agent.rank_orders import (
     ReadAux,
     ResetRegion,
     RevokePeer,
-    SpanMoved,
+    SpansMoved,
     SpanSummed,
     StopCopy,
     SumSpans,
@@ -195,8 +197,7 @@ _QUIET = {
 }
 
 
-@dataclass(slots=True)
-class TargetRecord:
+class TargetRecord(msgspec.Struct, eq=False):
     """One live hand-off as its target knows it: the state, and the counts and lists beside it."""
 
     request: SourceRequest
@@ -224,24 +225,24 @@ class TargetRecord:
     generation: int = 0
     """The one that counts; 0 until the source has announced anything under this grant."""
     source_blocks: BlockLists = ()
-    spans: dict[int, Span] = field(default_factory=dict)
+    spans: dict[int, Span] = msgspec.field(default_factory=dict)
     """Everything that was announced of this generation, by number."""
-    unmoved: dict[int, Span] = field(default_factory=dict)
-    just_moved: list[int] = field(default_factory=list)
+    unmoved: dict[int, Span] = msgspec.field(default_factory=dict)
+    just_moved: list[int] = msgspec.field(default_factory=list)
     """Numbers of spans that were counted as moved, and of which nothing followed yet."""
-    moved: dict[int, set[int]] = field(default_factory=dict)
+    moved: dict[int, set[int]] = msgspec.field(default_factory=dict)
     """Numbers of the spans that are in, by rank."""
     span_count: int | None = None
     """How many spans there are; known when the prefill is complete."""
-    summing: set[int] = field(default_factory=set)
-    sums: RankSums = field(default_factory=dict)
-    source_sums: dict[tuple[int, int], int] = field(default_factory=dict)
+    summing: set[int] = msgspec.field(default_factory=set)
+    sums: RankSums = msgspec.field(default_factory=dict)
+    source_sums: dict[tuple[int, int], int] = msgspec.field(default_factory=dict)
     aux: Aux | None = None
     aux_channel: AuxChannel = AuxChannel.CONTROL
     aux_pointer: AuxPointer | None = None
     source_area: AuxArea | None = None
     is_confirmed: bool = False
-    open_copies: dict[int, CopyId] = field(default_factory=dict)
+    open_copies: dict[int, CopyId] = msgspec.field(default_factory=dict)
     """By rank: the copy that it has open, which may be that of an earlier generation while we are CLEARING."""
     peer_is_quiet: bool = False
     """Whether the source will provably not touch our blocks again."""
@@ -830,17 +831,6 @@ class TargetSide:
 
     # Reports of the ranks.
 
-    def on_moved(self, reports: Sequence[SpanMoved]) -> None:
-        """A rank reports spans of one copy. What follows from the counts is done once: a chunk may have a hundred layers."""
-        copy, rank = reports[0].copy, reports[0].rank
-        record = self.live.get(copy.key)
-        if record is None or record.open_copies.get(rank) != copy:
-            self.late_total["copy"] += len(reports)
-            return
-        self.count_moved(record, reports)
-        self._follow_moved(record, rank)
-        self._settle(record)
-
     def on_copy(self, report: CopyReport) -> None:
         """A rank reports about its part of a copy; the hand-off is decided by all ranks together."""
         record = self.live.get(report.copy.key)
@@ -848,8 +838,8 @@ class TargetSide:
             self.late_total["copy"] += 1
             return
         match report:
-            case SpanMoved():
-                self.count_moved(record, (report,))
+            case SpansMoved():
+                self.count_moved(record, report)
                 self._follow_moved(record, report.rank)
             case CopyStopped():
                 del record.open_copies[report.rank]
@@ -867,22 +857,29 @@ class TargetSide:
             record.just_moved.clear()
             self._progress(record)
 
-    def count_moved(self, record: TargetRecord, reports: Sequence[SpanMoved]) -> None:
+    def count_moved(self, record: TargetRecord, report: SpansMoved) -> None:
         """Spans of one copy are in on one rank; a span counts once, and only in the generation that it was read in."""
-        if reports[0].copy.generation != record.generation:
+        if report.copy.generation != record.generation:
             return
-        rank = reports[0].rank
-        moved = record.moved.setdefault(rank, set())
-        for report in reports:
-            if report.span in moved:
-                continue
-            moved.add(report.span)
+        moved = record.moved.setdefault(report.rank, set())
+        new = report.spans if moved.isdisjoint(report.spans) else [span for span in report.spans if span not in moved]
+        if new:
+            moved.update(new)
             record.bytes_planned += report.bytes_planned
             record.bytes_moved += report.bytes_moved
-            record.just_moved.append(report.span)
+            record.just_moved += new
             if self._observe is not no_observer:
-                now, span, moved_bytes = self._clock(), record.spans.get(report.span), report.bytes_moved
-                self._observe(note(record.key, Side.TARGET, Stage.MOVED, now, span, moved_bytes=moved_bytes, rank=rank))
+                self._note_moved(record, report, new)
+
+    def _note_moved(self, record: TargetRecord, report: SpansMoved, numbers: Sequence[int]) -> None:
+        """Note each span; the bytes of spans that were moved as one are shared out by tokens and layers."""
+        spans = [record.spans[number] for number in numbers if number in record.spans]
+        parts = [(span.end_token - span.first_token) * (span.end_layer - span.first_layer) for span in spans]
+        count, now = sum(parts) or 1, self._clock()
+        ends = [report.bytes_moved * done // count for done in itertools.accumulate(parts)]
+        for span, before, end in zip(spans, [0, *ends], ends, strict=False):
+            moved_bytes = end - before
+            self._observe(note(record.key, Side.TARGET, Stage.MOVED, now, span, moved_bytes=moved_bytes, rank=report.rank))
 
     def _count_wire(self, record: TargetRecord, spans: int) -> None:
         """So many spans less are being moved; with the last of them, a time on the wire is over."""
@@ -1048,7 +1045,11 @@ class TargetSide:
             return False
         if record.executor is Executor.SOURCE_WRITES:
             return record.is_confirmed
-        return all(len(record.moved.get(rank.rank, ())) == record.span_count for rank in self._card.ranks)
+        # Without a generator: it is asked after every message and report.
+        for rank in self._card.ranks:  # noqa: SIM110
+            if len(record.moved.get(rank.rank, ())) != record.span_count:
+                return False
+        return True
 
     def has_aux(self, record: TargetRecord) -> bool:
         """Whether the aux record is in."""

@@ -8,8 +8,9 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
+
+import msgspec
 
 from kvbaton.agent.ports import Clock
 from kvbaton.config import Limits
@@ -82,8 +83,7 @@ class Alarms(Generic[KeyT]):
         return self._heap[0][0] if self._heap else None
 
 
-@dataclass(slots=True)
-class Backoff:
+class Backoff(msgspec.Struct, eq=False):
     """When a message without an answer is sent again: after `retry`, then after twice as long each time, up to a beat.
 
     It stops at a beat because a peer that lives sends a heartbeat as often as that: to be slower would only delay recovery.

@@ -25,7 +25,7 @@ from kvbaton.agent.rank_orders import (
     RankReport,
     RegionFenced,
     RevokePeer,
-    SpanMoved,
+    SpansMoved,
     SpanSummed,
 )
 from kvbaton.agent.rank_sets import RemoteRanks
@@ -858,8 +858,8 @@ class SimInstance:
             self.failing_sums -= 1
             self._unsummed.add(report.copy.key)
             report = structs.replace(report, sums=(), error=_NO_SUM)
-        if isinstance(report, SpanMoved):
-            self._moved.setdefault((rank, report.copy), set()).add(report.span)
+        if isinstance(report, SpansMoved):
+            self._moved.setdefault((rank, report.copy), set()).update(report.spans)
         queue.append(report)
 
     def _poll(self) -> None:

@@ -8,7 +8,7 @@ if no seed catches it, the simulator lacks the fault or the check that would, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from msgspec import structs
@@ -16,7 +16,7 @@ from msgspec import structs
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import Landed, Offer, SpansReady
 from kvbaton.agent.rank import _Copy, _Moving
-from kvbaton.agent.rank_orders import AuxRead, CloseCopy, CopyFailed, CopyReport, PeerFenced, RankOrder, SpanMoved
+from kvbaton.agent.rank_orders import AuxRead, CloseCopy, CopyFailed, CopyReport, PeerFenced, RankOrder, SpansMoved
 from kvbaton.agent.rank_sets import RemoteRanks
 from kvbaton.agent.source import SourceRecord, SourceSide
 from kvbaton.agent.target import TargetRecord, TargetSide
@@ -109,8 +109,8 @@ class _ConfirmedBeforeRead(TargetSide):
         else:
             record.is_confirmed = True
 
-    def count_moved(self, record: TargetRecord, reports: Sequence[SpanMoved]) -> None:
-        super().count_moved(record, reports)
+    def count_moved(self, record: TargetRecord, report: SpansMoved) -> None:
+        super().count_moved(record, report)
         if record.is_confirmed and record.state is TargetState.CONFIRMING and super().is_complete(record):
             self.step(record, TargetEvent.CONFIRMED)
 
@@ -187,9 +187,9 @@ class _SourceTrustsAgents(SourceSide):
 class _CompletionCountedTwice(TargetSide):
     """Counts reports instead of spans, so that a report which comes twice hides a span that is missing."""
 
-    def count_moved(self, record: TargetRecord, reports: Sequence[SpanMoved]) -> None:
-        super().count_moved(record, reports)
-        record.moved[reports[0].rank] |= {-1 - report.span for report in reports}
+    def count_moved(self, record: TargetRecord, report: SpansMoved) -> None:
+        super().count_moved(record, report)
+        record.moved[report.rank] |= {-1 - span for span in report.spans}
 
     def is_complete(self, record: TargetRecord) -> bool:
         count = record.span_count
@@ -259,10 +259,10 @@ class _OwnCount(TargetSide):
 class _WrongRank(TargetSide):
     """Counts the span of one rank for every rank."""
 
-    def count_moved(self, record: TargetRecord, reports: Sequence[SpanMoved]) -> None:
-        super().count_moved(record, reports)
+    def count_moved(self, record: TargetRecord, report: SpansMoved) -> None:
+        super().count_moved(record, report)
         for rank in self._card.ranks:
-            record.moved.setdefault(rank.rank, set()).update(report.span for report in reports)
+            record.moved.setdefault(rank.rank, set()).update(report.spans)
 
 
 class _RankFailureLost(TargetSide):
@@ -312,8 +312,8 @@ class _MovedOfAnEarlierGeneration(SourceSide):
 
     def on_copy(self, report: CopyReport) -> None:
         record = self.live.get(report.copy.key)
-        if isinstance(report, SpanMoved) and record is not None and record.open_copies.get(report.rank) == report.copy:
-            record.moved.setdefault(report.rank, set()).add(report.span)
+        if isinstance(report, SpansMoved) and record is not None and record.open_copies.get(report.rank) == report.copy:
+            record.moved.setdefault(report.rank, set()).update(report.spans)
         super().on_copy(report)
 
 
@@ -417,9 +417,9 @@ class _RetractedBytesCounted(TargetSide):
 class _BytesCountedTwice(TargetSide):
     """Reports every byte that was moved twice."""
 
-    def count_moved(self, record: TargetRecord, reports: Sequence[SpanMoved]) -> None:
+    def count_moved(self, record: TargetRecord, report: SpansMoved) -> None:
         before = record.bytes_moved
-        super().count_moved(record, reports)
+        super().count_moved(record, report)
         record.bytes_moved += record.bytes_moved - before
 
 

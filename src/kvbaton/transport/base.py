@@ -216,8 +216,7 @@ class TransportSettings:
         return kind(value)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class Batch(msgspec.Struct, frozen=True, eq=False):
     """Runs between this rank's region and one peer rank's region, posted and completed as one."""
 
     peer: PeerRank
@@ -232,8 +231,7 @@ class Batch:
         return count_bytes(self.runs)
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(msgspec.Struct, frozen=True):
     """The end of one posted batch; `error` is empty exactly when every byte has arrived."""
 
     ticket: Ticket

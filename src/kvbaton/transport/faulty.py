@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+from msgspec import structs
 
 from kvbaton.core.strips import unroll
 from kvbaton.errors import QueueFull, TransportError
@@ -145,10 +146,10 @@ class FaultyTransport:
     def _post(self, posted: _PostedFaulty, after: AfterEvent | None) -> None:
         faults, batch = posted.faults, posted.batch
         if faults.drop_writes or faults.stall or faults.fail_after == 0:
-            batch = replace(batch, runs=np.empty((0, 3), np.uint64))
+            batch = structs.replace(batch, runs=np.empty((0, 3), np.uint64))
         elif faults.drop is not None:
             runs, reads = unroll(batch.runs), batch.direction is Direction.READ
-            batch = replace(batch, runs=faults.drop(runs) if reads else faults.drop(runs[:, _SWAPPED])[:, _SWAPPED])
+            batch = structs.replace(batch, runs=faults.drop(runs) if reads else faults.drop(runs[:, _SWAPPED])[:, _SWAPPED])
         inner_ticket = self._inner.post(batch, _later(after, faults))
         self._posted[inner_ticket] = posted
         self._inner_tickets[posted.ticket] = inner_ticket
@@ -156,17 +157,17 @@ class FaultyTransport:
     def _falsify(self, completion: Completion) -> Completion | None:
         posted = self._posted.pop(completion.ticket)
         del self._inner_tickets[posted.ticket]
-        completion = replace(completion, ticket=posted.ticket)
+        completion = structs.replace(completion, ticket=posted.ticket)
         if completion.error and self._stalls_on(posted, completion):
             return None
         self._cancelled.discard(posted.ticket)
         if completion.error:
             return completion
         if posted.faults.fail_after == 0:
-            return replace(completion, moved_bytes=0, error="TransportError: failed on command (fail_after)")
+            return structs.replace(completion, moved_bytes=0, error="TransportError: failed on command (fail_after)")
         if posted.faults.corrupt and posted.batch.direction is Direction.READ and completion.moved_bytes:
             self._flip_byte(posted.batch)
-        return replace(completion, moved_bytes=posted.batch.wire_bytes)
+        return structs.replace(completion, moved_bytes=posted.batch.wire_bytes)
 
     def _stalls_on(self, posted: _PostedFaulty, completion: Completion) -> bool:
         """The inner transport gave a stalled batch up by its own deadline: post it again, unless the caller ended it."""

@@ -29,7 +29,7 @@ from kvbaton.agent.rank_orders import (
     RegionFenced,
     ResetRegion,
     RevokePeer,
-    SpanMoved,
+    SpansMoved,
     SpanSummed,
     StopCopy,
     SumSpans,
@@ -217,7 +217,7 @@ class ScriptedRanks:
     def finish(self, move: Move) -> None:
         """A span is where it belongs."""
         self.moves.remove(move)
-        self.report(SpanMoved(move.copy, move.rank, move.span, 10, 10))
+        self.report(SpansMoved(move.copy, move.rank, (move.span,), 10, 10))
 
     def finish_all(self) -> None:
         """All spans are."""

@@ -21,7 +21,7 @@ from kvbaton.agent.rank_orders import (
     MoveSpans,
     OpenCopy,
     RankReport,
-    SpanMoved,
+    SpansMoved,
     StopCopy,
 )
 from kvbaton.core.card import RankCard
@@ -171,7 +171,7 @@ def test_a_refused_span_arrives_a_little_later(ranks: Ranks) -> None:
     ranks.move("k", WHOLE)
     assert ranks.reports == []
     assert ranks.agent.next_deadline() == ranks.clock.now + 0.001
-    ranks.poll_until(SpanMoved)
+    ranks.poll_until(SpansMoved)
     assert [int(ranks.memory[block]) for block in (8, 2, 5, 11)] == [4, 10, 5, 2]
     assert ranks.agent.next_deadline() is None
 

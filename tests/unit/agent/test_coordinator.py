@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -13,7 +13,7 @@ from kvbaton.agent.rank_orders import PeerFenced, RegionFenced
 from kvbaton.config import Limits
 from kvbaton.core.card import PROTOCOL
 from kvbaton.core.handoff import Executor, HandoffKey, Incarnation, Mode, Outcome
-from kvbaton.core.messages import Announced, Grant, Heartbeat, Hello, Refused, Stop, decode, encode
+from kvbaton.core.messages import Announced, Grant, HandoffMessage, Heartbeat, Hello, Refused, Stop, decode, encode
 from kvbaton.errors import TransportError
 
 KEY = key_of("k")
@@ -58,6 +58,10 @@ class Pair:
 @pytest.fixture
 def pair() -> Pair:
     return Pair()
+
+
+def test_every_message_about_a_handoff_is_handled(pair: Pair) -> None:
+    assert set(pair.source.coordinator.handlers) == set(get_args(HandoffMessage))
 
 
 def ended(events: list[EngineEvent]) -> TargetEnded:

@@ -29,7 +29,7 @@ from kvbaton.agent.rank_orders import (
     RegionFenced,
     ResetRegion,
     RevokePeer,
-    SpanMoved,
+    SpansMoved,
     StopCopy,
 )
 from kvbaton.core import plan
@@ -131,21 +131,21 @@ def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 def test_a_span_arrives_where_it_belongs_and_nowhere_else(rig: Rig) -> None:
     rig.agent.handle(START)
     rig.agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (Span(7, 1, 3, 1, 2),)))
-    assert rig.wait_for(SpanMoved) == SpanMoved(COPY, 0, 7, 2, 2)
+    assert rig.wait_for(SpansMoved) == SpansMoved(COPY, 0, (7,), 2, 2)
     assert np.array_equal(rig.memory, rig.expected(range(1, 3), range(1, 2)))
 
 
 def test_what_the_target_has_cached_is_not_moved(rig: Rig) -> None:
     rig.agent.handle(msgspec.structs.replace(START, cached_tokens=3))
     rig.agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (WHOLE,)))
-    assert rig.wait_for(SpanMoved).bytes_moved == LAYERS
+    assert rig.wait_for(SpansMoved).bytes_moved == LAYERS
     assert np.array_equal(rig.memory, rig.expected(range(3, 4), range(LAYERS)))
 
 
 def test_a_span_that_is_cached_altogether_is_moved_at_once(rig: Rig) -> None:
     rig.agent.handle(msgspec.structs.replace(START, cached_tokens=4))
     rig.agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (WHOLE,)))
-    assert rig.reports == [SpanMoved(COPY, 0, 0, 0, 0)]
+    assert rig.reports == [SpansMoved(COPY, 0, (0,), 0, 0)]
     assert np.all(rig.memory == POISON)
 
 
@@ -153,7 +153,7 @@ def test_control_without_the_bytes_the_poison_stays(rig: Rig) -> None:
     rig.transport.set_faults(Faults(drop_writes=True))
     rig.agent.handle(START)
     rig.agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (WHOLE,)))
-    rig.wait_for(SpanMoved)
+    rig.wait_for(SpansMoved)
     assert np.all(rig.memory == POISON)
 
 
@@ -161,7 +161,7 @@ def test_control_with_a_wrong_byte_memory_is_not_what_it_should_be(rig: Rig) -> 
     rig.transport.set_faults(Faults(corrupt=True))
     rig.agent.handle(START)
     rig.agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (WHOLE,)))
-    rig.wait_for(SpanMoved)
+    rig.wait_for(SpansMoved)
     assert not np.array_equal(rig.memory, rig.expected(range(4), range(LAYERS)))
 
 
@@ -371,23 +371,18 @@ def test_a_span_that_is_ordered_twice_is_moved_once() -> None:
     assert len(transport.posted) == 1
     transport.finish(Ticket(1))
     agent.poll()
-    assert [type(report) for report in reports] == [SpanMoved]
+    assert [type(report) for report in reports] == [SpansMoved]
 
 
 CHUNKS = (Span(0, 0, 3, 0, 1), Span(1, 0, 3, 1, 2), Span(2, 3, 4, 0, 1), Span(3, 3, 4, 1, 2))
 
 
-def test_chunks_of_all_layers_are_moved_as_one_and_reported_span_by_span(rig: Rig) -> None:
+def test_chunks_of_all_layers_are_moved_and_reported_as_one(rig: Rig) -> None:
     rig.agent.handle(START)
     rig.agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, CHUNKS))
     assert len(rig.agent.copies[COPY].moving) == 1
-    rig.wait_for(SpanMoved)
-    assert rig.reports == [
-        SpanMoved(COPY, 0, 0, 3, 3),
-        SpanMoved(COPY, 0, 1, 3, 3),
-        SpanMoved(COPY, 0, 2, 1, 1),
-        SpanMoved(COPY, 0, 3, 1, 1),
-    ]
+    rig.wait_for(SpansMoved)
+    assert rig.reports == [SpansMoved(COPY, 0, (0, 1, 2, 3), 8, 8)]
     assert np.array_equal(rig.memory, rig.expected(range(4), range(LAYERS)))
 
 
@@ -407,10 +402,11 @@ def test_spans_that_are_no_rectangle_are_not_moved_as_one(rig: Rig, spans: tuple
     rig.agent.handle(START)
     rig.agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, spans))
     assert len(rig.agent.copies[COPY].moving) == parts
-    rig.wait_for_reports(len(spans))
-    assert {report.span: report.bytes_moved for report in rig.reports if isinstance(report, SpanMoved)} == {
-        span.number: (span.end_token - span.first_token) * (span.end_layer - span.first_layer) for span in spans
-    }
+    rig.wait_for_reports(parts)
+    sizes = {span.number: (span.end_token - span.first_token) * (span.end_layer - span.first_layer) for span in spans}
+    moved = [report for report in rig.reports if isinstance(report, SpansMoved)]
+    assert sorted(number for report in moved for number in report.spans) == sorted(sizes)
+    assert [report.bytes_moved for report in moved] == [sum(sizes[number] for number in report.spans) for report in moved]
     expected = rig.expected(range(0), range(0))
     for span in spans:
         one = rig.expected(range(span.first_token, span.end_token), range(span.first_layer, span.end_layer))

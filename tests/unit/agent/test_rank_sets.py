@@ -33,7 +33,7 @@ from kvbaton.agent.rank_orders import (
     Reports,
     ResetRegion,
     RevokePeer,
-    SpanMoved,
+    SpansMoved,
     SpanSummed,
     StopCopy,
     SumSpans,
@@ -122,7 +122,7 @@ def test_a_copy_is_moved_by_the_rank_at_the_other_end(rig: Rig) -> None:
     open_copy(rig)
     rig.ranks.send(0, MoveSpans(COPY, ((1, 3),), (SPAN,)))
     rig.wait(lambda: bool(rig.ranks.reports))
-    assert list(rig.ranks.reports) == [SpanMoved(COPY, 0, 0, 1024, 1024)]
+    assert list(rig.ranks.reports) == [SpansMoved(COPY, 0, (0,), 1024, 1024)]
     assert rig.ranks.runs_total == 8
     blocks = [memory.reshape(4, 4, 128) for memory in (rig.memory, rig.source_memory)]
     np.testing.assert_array_equal(blocks[0][:, [2, 0]], blocks[1][:, [1, 3]])
@@ -165,7 +165,7 @@ def test_a_rank_that_is_gone_is_reported_once_and_orders_to_it_are_quiet(rig: Ri
 
 def test_every_report_survives_its_frame() -> None:
     reports: list[RankReport] = [
-        SpanMoved(COPY, 1, 2, 3, 4),
+        SpansMoved(COPY, 1, (2, 5), 3, 4),
         CopyFailed(COPY, 1, "why"),
         CopyStopped(COPY, 1),
         SpanSummed(COPY, Side.SOURCE, 1, 2, ((4, 3), (5, 6)), ""),

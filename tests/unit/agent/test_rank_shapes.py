@@ -18,7 +18,7 @@ from kvbaton.agent.rank_orders import (
     MoveSpans,
     OpenCopy,
     RankReport,
-    SpanMoved,
+    SpansMoved,
     SpanSummed,
     SumSpans,
     sums_by_leg,
@@ -129,7 +129,7 @@ def gather(source: Ranks, target: Ranks, spans: tuple[Span, ...]) -> list[RankRe
     def all_moved() -> bool:
         for agent in agents:
             agent.poll()
-        return len(reports) == len(agents) * len(spans)
+        return sum(len(report.spans) for report in reports if isinstance(report, SpansMoved)) == len(agents) * len(spans)
 
     wait_until(all_moved, "every rank to have every span")
     return reports
@@ -138,8 +138,8 @@ def gather(source: Ranks, target: Ranks, spans: tuple[Span, ...]) -> list[RankRe
 def test_every_rank_of_the_target_gets_what_it_holds(pair: tuple[Ranks, Ranks, Ranks]) -> None:
     source, target, wanted = pair
     spans = (Span(0, 0, 5, 0, LAYERS), Span(1, 5, TOKENS, 0, 2), Span(2, 5, TOKENS, 2, LAYERS))
-    moved = [report for report in gather(source, target, spans) if isinstance(report, SpanMoved)]
-    assert len(moved) == len(spans) * len(target.layouts)
+    moved = [report for report in gather(source, target, spans) if isinstance(report, SpansMoved)]
+    assert sorted(number for report in moved for number in report.spans) == sorted([*range(len(spans))] * len(target.layouts))
     for found, expected in zip(target.memories, wanted.memories, strict=True):
         assert np.array_equal(found, expected)
     needed = sum(TOKENS * len(layout.groups[0].layers) * layout.groups[0].token_bytes for layout in target.layouts)

@@ -12,7 +12,7 @@ from driver_rig import is_equal, landed, pair, start_handoff
 from driver_rig import key_of as driver_key
 
 from kvbaton.agent.engine_port import Allocation, Landed, Offer, SourceEnded, SourceRequest, TargetEnded
-from kvbaton.agent.rank_orders import CopyId, RankReport, SpanMoved, SpanSummed
+from kvbaton.agent.rank_orders import CopyId, RankReport, SpansMoved, SpanSummed
 from kvbaton.config import HandoffSettings
 from kvbaton.core.handoff import Executor, Incarnation, Integrity, Mode, Outcome, Span
 from kvbaton.core.messages import ConfirmAsk, Confirmed, decode, encode
@@ -71,18 +71,20 @@ class Pair:
         return [event for event in self.target.events if isinstance(event, Landed | TargetEnded)]
 
 
-def test_spans_of_a_copy_that_are_reported_in_a_row_are_summed_with_one_order() -> None:
+def test_spans_that_are_reported_together_are_summed_with_one_order() -> None:
     pair = Pair()
     copies = {move.copy for move in pair.target.ranks.moves}
     (copy,) = copies
     late = CopyId(key_of("another"), 1, 1)
-    reports = deque[RankReport](SpanMoved(copy, 0, number, 10, 10) for number in range(2))
-    reports += [SpanMoved(copy, 1, 0, 10, 10), SpanMoved(late, 1, 1, 10, 10), SpanMoved(copy, 1, 1, 10, 10)]
+    reports = deque[RankReport]([SpansMoved(copy, 0, (0, 1), 20, 20), SpansMoved(copy, 1, (0,), 10, 10)])
+    reports += [SpansMoved(late, 1, (1,), 10, 10), SpansMoved(copy, 1, (0, 1), 10, 10), SpansMoved(copy, 1, (1,), 10, 10)]
     while reports:
         pair.target.coordinator.take_report(reports)
     sums = [(rank, [span.number for span in order.spans]) for rank, order in pair.target.ranks.sums]
     assert sums == [(0, [0, 1]), (1, [0]), (1, [1])]
-    assert pair.target.coordinator.target.live[KEY].moved == {0: {0, 1}, 1: {0, 1}}
+    record = pair.target.coordinator.target.live[KEY]
+    assert record.moved == {0: {0, 1}, 1: {0, 1}}
+    assert record.bytes_moved == 40, "a span that is reported again counts once"
     assert pair.target.coordinator.target.late_total["copy"] == 1
 
 
