@@ -69,6 +69,16 @@ def _tag_of(key: HandoffKey) -> Words:
     return np.array(zlib.crc32(str(key).encode()) | 1, np.uint32)
 
 
+def _index_of(ids: tuple[int, ...]) -> slice | npt.NDArray[np.intp]:
+    """Blocks as an index: a slice where they lie side by side, in either direction, which NumPy need not gather."""
+    first, last, count = ids[0], ids[-1], len(ids)
+    if ids == tuple(range(first, first + count)):
+        return slice(first, last + 1)
+    if ids == tuple(range(first, first - count, -1)):
+        return slice(first, last - 1 if last else None, -1)
+    return np.array(ids, np.intp)
+
+
 def spans_of(shape: CacheShape, tokens: int, chunk_tokens: int) -> tuple[Span, ...]:
     """The spans of a prefill that runs chunk by chunk, and layer by layer within each. A chunk is whole blocks."""
     if chunk_tokens < 1 or chunk_tokens % shape.block_tokens:
@@ -113,8 +123,7 @@ class TaggedPages:
 
     def poison(self, blocks: BlockLists) -> None:
         """Fill blocks with a pattern that belongs to no hand-off."""
-        for block in blocks[0]:
-            self.data[:, :, block] = _POISON
+        self.data[:, :, _index_of(blocks[0])] = _POISON
 
     def write(self, key: HandoffKey, blocks: BlockLists, span: Span) -> None:
         """Compute one span, as a model would: fill the pages it lies in with what belongs to `key`.
@@ -139,9 +148,9 @@ class TaggedPages:
 
     def foreign_sample(self, key: HandoffKey, blocks: BlockLists, tokens: int) -> int:
         """How many bytes of the first token of each block, in all layers and planes, are not those of `key`; cheap."""
-        ids = np.array(blocks[0][: self.shape.blocks_for(tokens)], np.intp)
+        ids = blocks[0][: self.shape.blocks_for(tokens)]
         wanted = self._first_places[:, :, : len(ids)] + _tag_of(key)
-        return int(np.count_nonzero(self._first_words[:, :, ids] != wanted)) * 4
+        return int(np.count_nonzero(self._first_words[:, :, _index_of(ids)] != wanted)) * 4
 
 
 class BarePool:
