@@ -303,7 +303,9 @@ class Coordinator:
     def take_report(self, reports: deque[RankReport]) -> None:
         """Take the first report of a queue; with that of a sum, all about other spans of that copy that follow it."""
         report = reports.popleft()
-        if isinstance(report, SpanSummed):
+        if isinstance(report, SpansMoved):
+            (self.source if self.source.owns_copy(report.copy) else self.target).on_copy(report)
+        elif isinstance(report, SpanSummed):
             side = self.source if report.side is Side.SOURCE else self.target
             side.on_summed_spans(_take_alike(report, reports))
         else:

@@ -363,9 +363,10 @@ class TargetSide:
         """Raise the events that follow from counts: everything is in, or nothing is in flight."""
         self._watch(record)
         if record.state is TargetState.FILLING:
-            self.sum_written(record)
-        if record.state is TargetState.FILLING and self.is_complete(record):
-            self._finish_filling(record)
+            if self.compares_sums:
+                self.sum_written(record)
+            if self.is_complete(record):
+                self._finish_filling(record)
         elif record.state is TargetState.CLEARING and not record.open_copies:
             self.step(record, TargetEvent.QUIET)
         elif record.state in _CLOSING and self.is_quiet(record):
@@ -1095,12 +1096,12 @@ class TargetSide:
             self._sum_spans(record, (rank,), spans)
 
     def sum_written(self, record: TargetRecord) -> None:
-        """Once a source that writes has confirmed it, have every rank sum what lies in our blocks, if sums are compared.
+        """Sums are compared. Once a source that writes has confirmed it, have every rank sum what lies in our blocks.
 
         Not before: only the source knows when its last byte has arrived.
         """
         is_known = record.is_confirmed and len(record.spans) == record.span_count
-        if self.compares_sums and is_known and not record.summing and record.executor is Executor.SOURCE_WRITES:
+        if is_known and not record.summing and record.executor is Executor.SOURCE_WRITES:
             record.summing |= record.spans.keys()
             self._sum_spans(record, [rank.rank for rank in self._card.ranks], tuple(record.spans.values()))
 

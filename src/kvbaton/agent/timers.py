@@ -8,7 +8,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -141,7 +141,7 @@ class Timers(Alarms[HandoffKey]):
 # nothing at all.
 
 
-class _LatestAnswer(NamedTuple):
+class _LatestAnswer(msgspec.Struct, eq=False):
     number: int
     at: float
 
@@ -161,8 +161,11 @@ class Questions:
     def answered(self, peer: Incarnation, number: int, now: float) -> None:
         """`peer` has answered message `number`: everything sent to it earlier is answered, or lost."""
         latest = self._answered.get(peer)
-        if latest is None or number > latest.number:
+        if latest is None:
             self._answered[peer] = _LatestAnswer(number, now)
+        elif number > latest.number:
+            latest.number, latest.at = number, now
+            self._answered.move_to_end(peer)
 
     def lost_at(self, peer: Incarnation | None, number: int, wait_s: float) -> float:
         """From when on message `number` counts as lost: at once, or `wait_s` after the peer last answered an earlier one."""
