@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Aux, BlockLists, HandoffKey, Incarnation, Mode, Outcome, Span
 from kvbaton.core.timeline import Side
@@ -88,8 +90,7 @@ class Allocation:
         return self.request.key
 
 
-@dataclass(frozen=True, slots=True)
-class HandoffStats:
+class HandoffStats(msgspec.Struct, frozen=True):
     """What one hand-off cost, as seen by the target."""
 
     bytes_planned: int = 0
@@ -101,8 +102,7 @@ class HandoffStats:
     """Whether the source wrote; then only the source knows how many bytes that were."""
 
 
-@dataclass(frozen=True, slots=True)
-class SourceEnded:
+class SourceEnded(msgspec.Struct, frozen=True):
     """The source side is over: its blocks may go back to the pool, and what is still being computed for it may stop."""
 
     key: HandoffKey
@@ -110,8 +110,7 @@ class SourceEnded:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Granted:
+class Granted(msgspec.Struct, frozen=True):
     """A target has blocks ready for this prefill: it may take the last free blocks here.
 
     The target has the first `cached_tokens` tokens already. An engine whose lists of state begin behind them has to know that.
@@ -121,8 +120,7 @@ class Granted:
     cached_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Drained:
+class Drained(msgspec.Struct, frozen=True):
     """What was announced before a `retract` is void, and no copy of ours uses it: its blocks may go back to the pool.
 
     The target may still read them; what it reads is never confirmed. A hand-off that ends first gets `SourceEnded` instead.
@@ -132,8 +130,7 @@ class Drained:
     key: HandoffKey
 
 
-@dataclass(frozen=True, slots=True)
-class Landed:
+class Landed(msgspec.Struct, frozen=True):
     """Every byte and the aux record are in, and the source has confirmed them: decode may start."""
 
     key: HandoffKey
@@ -141,8 +138,7 @@ class Landed:
     stats: HandoffStats
 
 
-@dataclass(frozen=True, slots=True)
-class TargetEnded:
+class TargetEnded(msgspec.Struct, frozen=True):
     """The target side ended without landing, and no copy writes to its blocks any more: they may go back to the pool."""
 
     key: HandoffKey

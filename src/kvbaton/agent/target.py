@@ -463,11 +463,12 @@ class TargetSide:
         if not record.on_wire:
             record.wire_since = self._clock()
         record.on_wire += len(new) * len(self._card.ranks)
+        copy = record.copy
         for rank in self._card.ranks:
             if rank.rank not in record.open_copies:
-                record.open_copies[rank.rank] = record.copy
+                record.open_copies[rank.rank] = copy
                 order = OpenCopy(
-                    copy=record.copy,
+                    copy=copy,
                     peer=record.source,
                     executor=record.executor,
                     epoch=record.epoch,
@@ -476,7 +477,7 @@ class TargetSide:
                     total_tokens=record.allocation.tokens,
                 )
                 self._ranks.send(rank.rank, order)
-            self._ranks.send(rank.rank, MoveSpans(record.copy, record.source_blocks, new))
+            self._ranks.send(rank.rank, MoveSpans(copy, record.source_blocks, new))
 
     def drop_spans(self, record: TargetRecord) -> None:
         """Forget what was announced, moved and summed: it is void. Copies in flight are left to `stop_copy`."""
@@ -691,21 +692,23 @@ class TargetSide:
         if record is None or not self.follow_generation(record, announced.generation):
             self.late_total["announced"] += 1
             return
-        if changed := [span for span in announced.spans if record.spans.get(span.number, span) != span]:
-            # What was moved under this number are other tokens or layers: nothing shows which of the two was meant.
-            known = record.spans[changed[0].number]
-            reason = f"the source announced span {known.number} as {known} and then as {changed[0]}"
-            self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, reason)
-            return
+        new: Sequence[Span] = announced.spans
+        if repeated := [span for span in new if span.number in record.spans]:
+            if changed := [span for span in repeated if record.spans[span.number] != span]:
+                # What was moved under this number are other tokens or layers: nothing shows which of the two was meant.
+                known = record.spans[changed[0].number]
+                reason = f"the source announced span {known.number} as {known} and then as {changed[0]}"
+                self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, reason)
+                return
+            new = [span for span in new if span.number not in record.spans]
         if self._observe is not no_observer:
             for span in announced.spans:
                 self._note(record, Stage.ANNOUNCED, span)
         # Announcements may overtake each other. Within a generation block lists only grow, so the longer one is the newer one.
         if sum(map(len, announced.blocks)) >= sum(map(len, record.source_blocks)):
             record.source_blocks = announced.blocks
-        for span in announced.spans:
-            if span.number not in record.spans:
-                record.unmoved[span.number] = record.spans[span.number] = span
+        for span in new:
+            record.unmoved[span.number] = record.spans[span.number] = span
         if record.executor is Executor.SOURCE_WRITES:
             self.renew_cap(record)
         self.step(record, TargetEvent.ANNOUNCED)

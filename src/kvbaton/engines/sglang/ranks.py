@@ -18,7 +18,6 @@ import socket
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +223,9 @@ class LeaderDriver(Driver):
         if self._waits_for_all:
             self._grant_what_all_have()
         events = [self._named(event) for event in super().events()]
-        self._send([replace(event, key=self._rank_keys[event.key]) for event in events if event.key in self._rank_keys])
+        self._send(
+            [msgspec.structs.replace(event, key=self._rank_keys[event.key]) for event in events if event.key in self._rank_keys]
+        )
         for event in events:
             if isinstance(event, (SourceEnded, Landed, TargetEnded)):
                 # A hand-off that is over waits for no blocks.
