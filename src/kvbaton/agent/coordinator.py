@@ -479,8 +479,8 @@ class Coordinator:
 def _take_alike(report: SpanSummed, reports: deque[RankReport]) -> list[SpanSummed]:
     """This report, and what follows it in a queue of the same side, about the same copy on the same rank, taken from there."""
     side, copy, rank, alike = report.side, report.copy, report.rank, [report]
-    while reports and isinstance(following := reports[0], SpanSummed) and following.rank == rank:
-        if (following.copy is not copy and following.copy != copy) or following.side is not side:
+    while reports and isinstance(following := reports[0], SpanSummed) and following.rank == rank and following.side is side:
+        if following.copy is not copy and following.copy != copy:
             break
         reports.popleft()
         alike.append(following)
