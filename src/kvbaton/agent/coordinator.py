@@ -174,6 +174,8 @@ class Coordinator:
         """When the engine took its last step. Set by the driver, on the engine's thread."""
         self._shortest_timeout = math.inf
         """The shortest `transfer_timeout` of the targets that wait for this instance: they give up after that much silence."""
+        self.beat_interval_s = limits.beat_s
+        """How often heartbeats are due: several times within our own timeout, and within that of every target of ours."""
         self._gone_check_at = clock() + _GONE_CHECK_S
         self._peer_fences: BoundedMap[Incarnation, dict[int, int]] = BoundedMap(_MAX_FENCED)
         """The latest epoch in which each rank has fenced a peer. Kept: a peer may be fenced again before every rank has."""
@@ -292,7 +294,7 @@ class Coordinator:
     def _on_grant(self, sender: Incarnation, grant: Grant) -> None:
         card = self._peers.card(sender)
         if card is not None and card.transfer_timeout < self._shortest_timeout:
-            self._shortest_timeout = card.transfer_timeout
+            self._note_timeout(card.transfer_timeout)
         self.source.on_grant(sender, grant)
 
     def _on_heartbeat(self, sender: Incarnation, heartbeat: Heartbeat) -> None:
@@ -368,10 +370,10 @@ class Coordinator:
                 earliest = when
         return earliest
 
-    @property
-    def beat_interval_s(self) -> float:
-        """How often heartbeats are due: several times within our own timeout, and within that of every target of ours."""
-        return min(self._limits.beat_s, max(self._shortest_timeout / 6, _MIN_BEAT_S))
+    def _note_timeout(self, shortest: float) -> None:
+        """The shortest `transfer_timeout` of the targets that wait for this instance is another one."""
+        self._shortest_timeout = shortest
+        self.beat_interval_s = min(self._limits.beat_s, max(shortest / 6, _MIN_BEAT_S))
 
     def _beat_at(self) -> float:
         return self._beaten_at + self.beat_interval_s
@@ -383,7 +385,7 @@ class Coordinator:
             return
         self._beaten_at = now
         waiting = [self._peers.card(target) for target in self.source.peers()]
-        self._shortest_timeout = min((card.transfer_timeout for card in waiting if card is not None), default=math.inf)
+        self._note_timeout(min((card.transfer_timeout for card in waiting if card is not None), default=math.inf))
         step_age_s = max(0.0, now - self.stepped_at)
         for beats in (self.source.beat(), self.target.beat()):
             for peer, heartbeat in beats.items():

@@ -317,6 +317,8 @@ class Ledger(Generic[L]):
 
     def take_completions(self) -> list[Completion]:
         """What has finished since the last call."""
+        if not self._completions and not self._moved and self._begun is None:
+            return []  # what is added now sets `done` afterwards, so that the caller comes again
         with self._lock:
             # Cleared first: a byte of the starter that is taken here belongs to a batch that is then seen to have ended.
             self.done.clear()

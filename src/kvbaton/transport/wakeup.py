@@ -42,11 +42,14 @@ class Wakeup:
         with self._lock:
             # One byte at most: a pipe that is written for every completion would fill up, and block the mover.
             if not self._is_set and self._write_fd >= 0:
-                os.write(self._write_fd, b"\0")
+                # The flag first: a thread that the byte wakes must find it.
                 self._is_set = True
+                os.write(self._write_fd, b"\0")
 
     def clear(self) -> None:
         """Make the descriptor unreadable again."""
+        if not self._is_set:
+            return
         with self._lock:
             if self._is_set and self._read_fd >= 0:
                 with contextlib.suppress(BlockingIOError):  # a byte of `write_fd` may be taken before `was_written` is called
