@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from kvbaton.cli.options import JsonOption, print_json
@@ -151,10 +151,11 @@ def _conclude(console: Console, is_found: bool, plant: str | None) -> None:
 
 
 @contextmanager
-def _progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Show how many runs are done, on a terminal."""
+def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show how many of the runs are done, and how long the others will take, on a terminal."""
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=total)
         yield lambda runs: progress.update(task, completed=runs)
 
@@ -172,9 +173,9 @@ def _parse(text: str) -> Script:
 
 
 def _many(seeds: int, first_seed: int, plant: str | None, exhaustive: bool) -> Campaign:
-    from kvbaton.sim.campaign import run_exhaustive, run_seeds
+    from kvbaton.sim.campaign import count_exhaustive, run_exhaustive, run_seeds
 
-    what, total = ("every single fault", None) if exhaustive else ("random seeds", seeds)
+    what, total = ("every single fault", count_exhaustive()) if exhaustive else ("random seeds", seeds)
     with _progress(what, total) as on_progress:
         if exhaustive:
             return run_exhaustive(plant, on_progress, stop_at_first=plant is not None)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from functools import lru_cache
 
 import msgspec
 
@@ -20,12 +21,17 @@ from kvbaton.sim.run import Result, run_script
 from kvbaton.sim.script import Script
 from kvbaton.sim.world import Violation
 
-__all__ = ["PARTS", "Campaign", "bugs_of", "run_exhaustive", "run_seeds", "shrink"]
+__all__ = ["PARTS", "Campaign", "bugs_of", "count_exhaustive", "run_exhaustive", "run_seeds", "shrink"]
 
 PARTS = 8
 """Into so many parts, each with faults at every stage, the exhaustive runs of a flow are cut."""
 
-_SEEDS_PER_TASK = 25
+_SEEDS_PER_TASK = 16
+"""Which kind of run a seed is repeats with as many seeds: every task has as many of the slow ones."""
+
+_FAULTS_PER_TASK = 48
+"""About a second: so much at most one core is idle at the end, and so often it is shown how far it is."""
+
 _MAX_SHRINK_RUNS = 400
 
 OnProgress = Callable[[int], None]
@@ -67,8 +73,22 @@ def run_exhaustive(
     plant: str | None, on_progress: OnProgress, *, stop_at_first: bool = False, parts: Sequence[int] = range(PARTS)
 ) -> Campaign:
     """Run every single fault at every stage of every flow, or some of the parts of that."""
-    tasks: list[_Task] = [(flow, part, plant) for flow in FLOWS for part in parts]
+    tasks: list[_Task] = []
+    for flow in FLOWS:
+        for part in parts:
+            starts = range(part, len(_scripts_of(flow)), PARTS * _FAULTS_PER_TASK)
+            tasks += [(flow, start, plant) for start in starts]
     return _run_tasks(_flow_task, tasks, on_progress, stop_at_first)
+
+
+def count_exhaustive(parts: Sequence[int] = range(PARTS)) -> int:
+    """How many runs `run_exhaustive` has."""
+    return sum(len(_scripts_of(flow)[part::PARTS]) for flow in FLOWS for part in parts)
+
+
+@lru_cache(maxsize=len(FLOWS))
+def _scripts_of(flow: str) -> list[Script]:
+    return list(flow_scripts(flow))
 
 
 _Task = tuple[int | str, int, str | None]
@@ -79,7 +99,7 @@ def _run_tasks(work: Callable[[_Task], Campaign], tasks: list[_Task], on_progres
         return work(tasks[0])
     total = Campaign()
     cores = len(os.sched_getaffinity(0))
-    with multiprocessing.get_context("spawn").Pool(cores, initializer=_quiet) as pool:
+    with multiprocessing.get_context("spawn").Pool(min(cores, len(tasks)), initializer=_prepare_worker) as pool:
         for part in pool.imap(work, tasks):
             total.merge(part)
             on_progress(total.runs)
@@ -88,8 +108,11 @@ def _run_tasks(work: Callable[[_Task], Campaign], tasks: list[_Task], on_progres
     return total
 
 
-def _quiet() -> None:
+def _prepare_worker() -> None:
     logging.disable(logging.CRITICAL)
+    # What is imported stays, and the objects of a run are all gone at once: it is enough to look for garbage between tasks.
+    gc.freeze()
+    gc.disable()
 
 
 def bugs_of(plant: str | None) -> Bugs:
@@ -104,15 +127,17 @@ def _seed_task(task: _Task) -> Campaign:
 
 
 def _flow_task(task: _Task) -> Campaign:
-    flow, part, plant = task
-    return _run_all(islice(flow_scripts(str(flow)), part, None, PARTS), plant)
+    flow, start, plant = task
+    return _run_all(_scripts_of(str(flow))[start : start + PARTS * _FAULTS_PER_TASK : PARTS], plant)
 
 
-def _run_all(scripts: Iterator[Script], plant: str | None) -> Campaign:
+def _run_all(scripts: Iterable[Script], plant: str | None) -> Campaign:
     campaign = Campaign()
     bugs = bugs_of(plant)
     for script in scripts:
         campaign.add(run_script(script, bugs))
+    if not gc.isenabled():
+        gc.collect()
     return campaign
 
 
