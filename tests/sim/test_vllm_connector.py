@@ -11,13 +11,14 @@ import pytest
 
 from kvbaton.core.handoff import Integrity, Mode
 from kvbaton.engines.vllm.computed_spans import ComputedSpans
+from kvbaton.sim import virtual_threads
 from kvbaton.sim.drills import drill_of_seed, script_of_seed
 from kvbaton.sim.instance import Bugs
 from kvbaton.sim.plants import PLANTS
 from kvbaton.sim.run import Run, run_script
 from kvbaton.sim.script import CacheScript, Fault, FaultKind, LoadScript, RequestScript, Script, VllmScript
 from kvbaton.sim.tag_model import CONTEXT_TOKENS, TagCacheShape
-from kvbaton.sim.virtual_threads import Signal, VirtualThread
+from kvbaton.sim.virtual_threads import Signal, VirtualThread, VirtualThreadStuck
 from kvbaton.sim.vllm_engine import VllmEngine
 from kvbaton.sim.vllm_script import make_vllm_script
 from kvbaton.sim.vllm_workers import VllmClasses
@@ -230,3 +231,22 @@ def test_what_a_thread_raises_is_reported() -> None:
     world.run(1.0, 100)
     thread.close()
     assert [type(error) for error in failed] == [KeyError]
+
+
+def test_a_thread_that_waits_outside_of_virtual_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(virtual_threads, "_TURN_S", 0.05)
+    world, outside = World(1), threading.Event()
+    thread = VirtualThread(world, SimProcess("p0#1"), lambda: 0.0, raised)
+
+    def work() -> None:
+        outside.wait(60.0)
+        thread.wait(1.0)
+
+    thread.start(work)
+    with pytest.raises(VirtualThreadStuck, match=r"p0#1, at 0\.0+ s.* has not passed the baton back"):
+        world.run(1.0, 100)
+    thread.close()
+    outside.set()
+    stuck: threading.Thread = vars(thread)["_thread"]
+    stuck.join(60.0)
+    assert not stuck.is_alive()

@@ -7,6 +7,9 @@ come, or the signal it waits for is set. So the order is that of the world's eve
 
 A thread is of a process: while that stands still the thread does not run, and when it dies the thread never runs again. `close`
 ends it wherever it is, without its own code noticing any more than that of a process that is killed.
+
+The baton is real, and so are the deadlines of its waits: code that waits for something outside of virtual time, and keeps the
+baton meanwhile, would stop the whole run. That is a `VirtualThreadStuck`.
 """
 
 from __future__ import annotations
@@ -14,13 +17,26 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import NoReturn
 
+from kvbaton.errors import Bug
 from kvbaton.sim.world import SimProcess, World
 
-__all__ = ["Signal", "VirtualThread"]
+__all__ = ["Signal", "VirtualThread", "VirtualThreadStuck"]
 
 _SHORTEST_S = 1e-6
 """Time goes on in every wait: what is left of a limit can be too small to be added to the time of day."""
+
+
+_TURN_S = 120.0
+"""How long a thread may keep the baton, in real time: a turn takes a millisecond, on a machine that may be busy with others."""
+
+_RUN_S = 3600.0
+"""How long a thread waits for its next turn, in real time: longer than any run takes."""
+
+
+class VirtualThreadStuck(Bug):
+    """A thread has not passed the baton back: its code waits for something that virtual time does not bring about."""
 
 
 class _Killed(BaseException):
@@ -45,6 +61,7 @@ class VirtualThread:
         self._given_back.acquire()
         self._is_closing = False
         self._is_over = False
+        self._is_stuck = False
         self._thread: threading.Thread | None = None
 
     def start(self, work: Callable[[], None]) -> None:
@@ -55,10 +72,15 @@ class VirtualThread:
 
     def close(self) -> None:
         """End it, wherever it waits. Idempotent."""
-        if self._thread is not None and self._thread.is_alive():
-            self._is_closing = True
+        if self._thread is None or not self._thread.is_alive() or self._is_closing:
+            return
+        self._is_closing = True
+        if self._baton.locked():
             self._baton.release()
-            self._thread.join()
+        if not self._is_stuck:
+            self._thread.join(_TURN_S)
+            if self._thread.is_alive():
+                self._give_up("ended")
 
     def wake(self) -> None:
         """Called by others: end the wait that the thread is in."""
@@ -83,8 +105,8 @@ class VirtualThread:
         self._given_back.release()
 
     def _take_baton(self) -> None:
-        self._baton.acquire()
-        if self._is_closing:
+        # Without a turn for that long, the world is gone: nothing is left to report it to.
+        if self._is_closing or not self._baton.acquire(timeout=_RUN_S) or self._is_closing:
             raise _Killed
 
     def _go_on(self, turn: int) -> None:
@@ -95,7 +117,17 @@ class VirtualThread:
             return
         self._turn += 1
         self._baton.release()
-        self._given_back.acquire()
+        if not self._given_back.acquire(timeout=_TURN_S):
+            self._give_up("passed the baton back")
+
+    def _give_up(self, missed: str) -> NoReturn:
+        # It is left to itself until it comes to a wait of its own, and ends there: there is no other way to end a thread.
+        self._is_stuck = True
+        where = f"{self._process.name}, at {self._world.now:.6f} s of virtual time, after {self._world.events_total} events"
+        raise VirtualThreadStuck(
+            f"{where}: a virtual thread has not {missed} within {_TURN_S:g} s; find what its code waits for, "
+            "and let it wait for that with VirtualThread.wait or Signal.wait"
+        )
 
 
 class Signal:
