@@ -75,7 +75,7 @@ class Channel:
 
     def receive(self, timeout_s: float) -> bytearray | None:
         """The next frame; None when none has begun to arrive in that time. Raises ChannelClosed or ChannelStuck."""
-        if not _wait_ready(self._socket, select.POLLIN, timeout_s):
+        if not self._wait_ready(select.POLLIN, timeout_s):
             return None
         (size,) = _HEADER.unpack(self._exactly(_HEADER.size))
         if size > MAX_FRAME_BYTES:
@@ -89,7 +89,7 @@ class Channel:
             try:
                 count = self._socket.recv_into(left)
             except BlockingIOError:
-                if not _wait_ready(self._socket, select.POLLIN, until - time.monotonic()):
+                if not self._wait_ready(select.POLLIN, until - time.monotonic()):
                     raise ChannelStuck(f"{self.peer} began a frame and did not end it in {_FRAME_S:g} s") from None
                 continue
             except OSError as error:
@@ -101,15 +101,14 @@ class Channel:
 
     def _wait_to_send(self, timeout_s: float, meanwhile: Callable[[], object] | None) -> None:
         events = select.POLLOUT | (select.POLLIN if meanwhile is not None else 0)
-        ready = _wait_ready(self._socket, events, timeout_s)
+        ready = self._wait_ready(events, timeout_s)
         if not ready:
             raise ChannelStuck(f"{self.peer} has taken nothing for {timeout_s:g} s")
         if meanwhile is not None and ready & select.POLLIN:
             meanwhile()
 
-
-def _wait_ready(connected: socket.socket, events: int, timeout_s: float) -> int:
-    poll = select.poll()
-    poll.register(connected, events)
-    ready = poll.poll(max(0.0, timeout_s) * 1000)
-    return ready[0][1] if ready else 0
+    def _wait_ready(self, events: int, timeout_s: float) -> int:
+        poll = select.poll()
+        poll.register(self._socket, events)
+        ready = poll.poll(max(0.0, timeout_s) * 1000)
+        return ready[0][1] if ready else 0

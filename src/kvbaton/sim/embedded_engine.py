@@ -11,9 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
-import numpy.typing as npt
-
 from kvbaton.agent.driver import Driver
 from kvbaton.agent.engine_port import Allocation, EngineEvent, Landed, SourceEnded, TargetEnded
 from kvbaton.agent.rank_orders import CopyId
@@ -132,7 +129,7 @@ class EmbeddedEngine(SimEngine):
         for part, kind in ((self._core, classes.core), (scheduler, classes.scheduler), (self._pool, classes.pool)):
             # Not by way of arguments: the engine has no switch for planted bugs.
             part.__class__ = kind
-        self._open: npt.NDArray[np.bool_] = vars(self._pool)["_open"].copy()
+        self._open: bytes = vars(self._pool)["_open"].tobytes()
 
     # Requests.
 
@@ -254,10 +251,12 @@ class EmbeddedEngine(SimEngine):
 
     def _mark_freed(self) -> None:
         """What no request and no prefix holds any more may be anything: a read from now on gets that."""
-        is_open: npt.NDArray[np.bool_] = vars(self._pool)["_open"]
-        for block in np.flatnonzero(is_open & ~self._open).tolist():
-            self.cache.fill(block, FREED)
-        self._open = is_open.copy()
+        is_open = vars(self._pool)["_open"].tobytes()
+        if is_open != self._open:
+            for block, (now, before) in enumerate(zip(is_open, self._open, strict=True)):
+                if now and not before:
+                    self.cache.fill(block, FREED)
+            self._open = is_open
 
     # What the engine calls, and is notified of.
 

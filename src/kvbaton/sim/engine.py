@@ -169,7 +169,8 @@ class _Twin(SimEngine):
     _allocations: int = 0
 
     def check(self) -> None:
-        self.pool.check()
+        if self.pool.is_changed:
+            self.pool.check()
 
     def blocks_out(self) -> int:
         return self.pool.total - len(self.pool.free)

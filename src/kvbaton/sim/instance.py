@@ -6,7 +6,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 
 from msgspec import structs
 
@@ -85,12 +85,19 @@ _FEW_GRANTS = 8
 _EVERY_GRANT = 20
 """How many bad grants have to be left for each to take the place of the real one."""
 
+_QUESTIONS = (Grant, ConfirmAsk, Stop)
+_INTRODUCTIONS = (Hello, Refused)
 _SMALL_S = 1e-6
 _NO_SUM = "checksum: no such memory"
 _STRAY = 0.5
 _WAITING = frozenset({TargetState.GRANTED, TargetState.FILLING, TargetState.CLEARING})
 _STRAY_S = 0.003, 0.05
 """How much later than the message that they resemble: that one arrives first."""
+
+
+@lru_cache(maxsize=64)
+def _address_of(host: str) -> ControlAddress:
+    return ControlAddress.of(host, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +274,7 @@ class SimInstance:
     ) -> None:
         cluster.births += 1
         self.cluster = cluster
+        self._world, self._clock = cluster.world, clock
         self.address = address
         self.role = role
         self.shape = shape
@@ -292,7 +300,6 @@ class SimInstance:
         self.dropped_total: Counter[str] = Counter()
         self._reports: deque[RankReport] = deque()
         self.loops: list[RankProcess] = []
-        self._sockets: list[SimSocket] = []
         self._ends: list[SimSocket] = []
         """The coordinator's end of the channel to each rank in a process of its own."""
         self.thread: AgentThread | None = None
@@ -501,16 +508,17 @@ class SimInstance:
     @property
     def control_address(self) -> ControlAddress:
         """Where others reach it."""
-        return ControlAddress.of(self.address, 1)
+        return _address_of(self.address)
 
     def local_now(self) -> float:
         """What this process's clock shows."""
-        return self.process.clock.local(self.cluster.world.now)
+        clock = self._clock
+        return clock.offset + clock.rate * self._world.now
 
     def send_frame(self, address: str, recipient: str, message: Message) -> None:
         """Put one message on the wire."""
         self._sent.append((recipient, message))
-        if isinstance(message, Grant | ConfirmAsk | Stop):
+        if isinstance(message, _QUESTIONS):
             self._questions.asked(message.key, self.local_now())
         if isinstance(message, Grant):
             self._check_needed(message)
@@ -603,14 +611,15 @@ class SimInstance:
 
     def _on_message(self, envelope: Envelope, sender_address: str) -> None:
         self.routes[envelope.sender] = sender_address
-        if isinstance(envelope.message, Hello) or (isinstance(envelope.message, Refused) and envelope.message.key is None):
+        message = envelope.message
+        if isinstance(message, Hello) or (isinstance(message, Refused) and message.key is None):
             self.unanswered.discard(sender_address)
-            if isinstance(envelope.message, Refused):
+            if isinstance(message, Refused):
                 self.cluster.watch.was_refused(self.process.name, sender_address)
-        if isinstance(envelope.message, Announced) and envelope.message.grant in self._sequences:
-            self._used_sequences[envelope.sender] = self._sequences[envelope.message.grant]
-        via = ControlAddress.of(sender_address, 1) if sender_address in self.dialled else None
-        self.cluster.watch.on_received(self.process.name, envelope.message)
+        elif isinstance(message, Announced) and message.grant in self._sequences:
+            self._used_sequences[envelope.sender] = self._sequences[message.grant]
+        via = _address_of(sender_address) if sender_address in self.dialled else None
+        self.cluster.watch.on_received(self.process.name, message)
         if self.thread is None:
             self.guarded(lambda: self._take(envelope, via))
         else:
@@ -619,21 +628,22 @@ class SimInstance:
 
     def _take(self, envelope: Envelope, via: ControlAddress | None) -> None:
         """Have the coordinator handle a message, and see what it makes of it."""
-        if isinstance(envelope.message, Hello) and envelope.message.wants_answer:
+        message, now = envelope.message, self.local_now()
+        if isinstance(message, Hello) and message.wants_answer:
             self.cluster.watch.is_asked_for_card(self.process.name)
         check = self._reactions.expect(envelope, via)
-        self._questions.received(envelope.sender, self.local_now())
-        if isinstance(envelope.message, Stopped):
-            self._notices.settled(envelope.message.key)
-        elif via is not None and isinstance(envelope.message, Hello | Refused):
+        self._questions.received(envelope.sender, now)
+        if isinstance(message, Stopped):
+            self._notices.settled(message.key)
+        elif via is not None and isinstance(message, _INTRODUCTIONS):
             self._notices.settled_at(via)
-        key, grant = getattr(envelope.message, "key", None), getattr(envelope.message, "grant", 0)
-        if key is not None and self.coordinator.target.current(envelope.sender, key, grant) is not None:
+        key = getattr(message, "key", None)
+        if key is not None and self.coordinator.target.current(envelope.sender, key, getattr(message, "grant", 0)) is not None:
             peer = envelope.sender.partition("#")[0]
-            self.cluster.watch.answered(self.process.name, peer, self.local_now(), key)
+            self.cluster.watch.answered(self.process.name, peer, now, key)
         self._sent.clear()
         self._handle_frame(envelope, via)
-        sent = [message for recipient, message in self._sent if recipient == envelope.sender]
+        sent = [each for recipient, each in self._sent if recipient == envelope.sender] if self._sent else []
         if (broken := check(sent)) is not None:
             self.cluster.world.find(broken[0], f"{self.process.name}: {broken[1]}")
 
@@ -798,10 +808,8 @@ class SimInstance:
             self.cluster.world.violate("released by its target", f"{self.process.name}: {event.key} of {ends[-1:]}")
 
     def close(self) -> None:
-        """The run is over: give the descriptors of its sockets back."""
+        """The run is over: end what is not part of its world."""
         self.engine.close()
-        for end in self._sockets:
-            end.release()
 
     def crash(self) -> None:
         """Die at once: nothing of this process happens any more."""
@@ -829,7 +837,6 @@ class SimInstance:
             end, far_end = socket_pair(world, self.process, process, self.cluster.rank_lag_s)
             end.on_arrival = self._on_report_frame
             ends.append(end)
-            self._sockets += (end, far_end)
             self._ends.append(end)
             self.loops.append(RankProcess(world, far_end, agent, queue, self.fail))
         channels = [channel_on(end, process.name) for end, process in zip(ends, self.rank_processes, strict=True)]
@@ -874,9 +881,12 @@ class SimInstance:
                 self._take_report(self._reports)
             while self._events and not self.engine.is_silent:
                 self._notify(self._events.popleft())
-        if not self.loops and any(agent.has_work for agent in self.agents) and not self._is_polling:
-            self._is_polling = True
-            self.cluster.world.after(_WORK_S, self.process, lambda: self.guarded(self._poll))
+        if not self.loops and not self._is_polling:
+            for agent in self.agents:
+                if agent.has_work:
+                    self._is_polling = True
+                    self._world.after(_WORK_S, self.process, lambda: self.guarded(self._poll))
+                    break
         self._check_records()
         self._arm()
 
@@ -918,15 +928,16 @@ class SimInstance:
 
     def _check_records(self) -> None:
         source, target = self.coordinator.source, self.coordinator.target
+        now = self.local_now()
         if self.gone and not self.cluster.most_peers:
             for problem in gone_problems(self.coordinator, self.gone):
                 self.cluster.world.find("taken", f"{self.process.name}: {problem}")
         if not self._notices.is_idle:
             for key in target.live:
                 self._notices.settled(key)
-            for problem in self._notices.problems(self.local_now(), self.gone):
+            for problem in self._notices.problems(now, self.gone):
                 self.cluster.world.find("on time", f"{self.process.name}: {problem}")
-        for problem in self._questions.problems(self.local_now()):
+        for problem in self._questions.problems(now):
             self.cluster.world.find("on time", f"{self.process.name}: {problem}")
         if source.live or target.live:
             for problem in self._causes.problems(source, target):
@@ -937,15 +948,17 @@ class SimInstance:
                 self.cluster.world.find("alarm", f"{self.process.name}: {problem}")
 
     def _arm(self) -> None:
-        moments = [self.coordinator.next_deadline()]
-        moments += [agent.next_deadline() for agent in self.agents if not self.loops]
-        deadline = min((moment for moment in moments if moment is not None), default=None)
+        deadline = self.coordinator.next_deadline()
+        for agent in self.agents if not self.loops else ():
+            due = agent.next_deadline()
+            if due is not None and (deadline is None or due < deadline):
+                deadline = due
         if deadline is None:
             return
-        when = max(self.cluster.world.now + 1e-6, self.process.clock.world(deadline))
+        when = max(self._world.now + 1e-6, self._clock.world(deadline))
         if when < self._tick_at - 1e-9:
             self._tick_at = when
-            self.cluster.world.at(when, self.process, self._on_tick)
+            self._world.at(when, self.process, self._on_tick)
 
     def _on_tick(self) -> None:
         if self.cluster.world.now + 1e-9 < self._tick_at:

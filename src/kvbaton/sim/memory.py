@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import msgspec
 
 from kvbaton.core.aux_area import AuxArea
 from kvbaton.core.checks import Pieces
@@ -15,8 +17,7 @@ from kvbaton.sim.world import World
 __all__ = ["FREED", "POISON", "SimBlockPool", "TaggedCell", "RankMemory", "make_layout"]
 
 
-@dataclass(frozen=True, slots=True)
-class TaggedCell:
+class TaggedCell(msgspec.Struct, frozen=True, gc=False):
     """What one cell holds: the KV of one token of one layer on one rank, as computed in one attempt of one request."""
 
     content: str
@@ -28,7 +29,7 @@ class TaggedCell:
 
     def corrupted(self) -> TaggedCell:
         """What arrives when a bit flips on the way."""
-        return replace(self, is_corrupt=not self.is_corrupt)
+        return msgspec.structs.replace(self, is_corrupt=not self.is_corrupt)
 
 
 AUX_SLOTS = 2
@@ -38,6 +39,7 @@ POISON = TaggedCell("poison", -1, -1, -1, -1)
 FREED = TaggedCell("freed", -1, -1, -1, -1)
 
 
+@lru_cache(maxsize=256)
 def make_layout(blocks: int, layers: int) -> Layout:
     """A layout in which one byte is one cell and one block is one token."""
     tensors = split_layers(dense_tensor((layers, blocks, 1, 1, 1), "tag", 1))
@@ -105,11 +107,12 @@ class SimBlockPool:
         self.total = blocks
         self.free: list[int] = list(range(blocks))
         self.holder: dict[int, int] = {}
-        self._is_changed = False
+        self.is_changed = False
+        """Whether something was taken or returned since it was last looked at."""
 
     def allocate(self, count: int, allocation: int) -> list[int]:
         """Take `count` free blocks for an allocation: the longest free ones, or those freed last."""
-        self._is_changed = True
+        self.is_changed = True
         if self._world.random.random() < 0.5:
             taken, self.free = self.free[:count], self.free[count:]
         else:
@@ -120,7 +123,7 @@ class SimBlockPool:
 
     def release(self, blocks: list[int]) -> None:
         """Return blocks."""
-        self._is_changed = True
+        self.is_changed = True
         for block in blocks:
             if self.holder.pop(block, None) is None:
                 self._world.violate("blocks conserved", f"{self._name}: block {block} was freed twice")
@@ -128,10 +131,8 @@ class SimBlockPool:
                 self.free.append(block)
 
     def check(self) -> None:
-        """free + held == total, and no block twice; looked at again when something was taken or returned."""
-        if not self._is_changed:
-            return
-        self._is_changed = False
+        """free + held == total, and no block twice."""
+        self.is_changed = False
         if len(self.free) + len(self.holder) != self.total or len(set(self.free)) != len(self.free):
             detail = f"{self._name}: {len(self.free)} free and {len(self.holder)} held of {self.total}"
             self._world.violate("blocks conserved", detail)

@@ -61,7 +61,10 @@ class Network:
 
     def link(self, source: str, target: str) -> LinkFaults:
         """The faults of the direction from `source` to `target`."""
-        return self.faults.setdefault((source, target), LinkFaults())
+        faults = self.faults.get((source, target))
+        if faults is None:
+            faults = self.faults[source, target] = LinkFaults()
+        return faults
 
     def send(self, source: str, target: str, frame: bytes) -> None:
         """Send one frame; it may arrive late, twice, out of order, or not at all."""
@@ -71,7 +74,7 @@ class Network:
             leaving.append(frame)
         else:
             self.leaving[source, target] = [frame]
-            self.world.at(self.world.now, None, partial(self._send_together, source, target))
+            self.world.at(self.world.now, self.world.outside, partial(self._send_together, source, target))
 
     def _send_together(self, source: str, target: str) -> None:
         """Send what has waited: frames of one sender to one recipient that follow each other as one."""
@@ -96,7 +99,10 @@ class Network:
     def _send(self, source: str, target: str, frame: bytes) -> None:
         faults = self.link(source, target)
         random = self.world.random
-        self.recorded.setdefault((source, target), deque(maxlen=_RECORDED)).append(frame)
+        recorded = self.recorded.get((source, target))
+        if recorded is None:
+            recorded = self.recorded[source, target] = deque(maxlen=_RECORDED)
+        recorded.append(frame)
         self.world.use(f"frame {source} {target}")
         if faults.lose_next > 0 or faults.cut_until > self.world.now or random.random() < faults.loss:
             faults.lose_next = max(0, faults.lose_next - 1)
@@ -153,7 +159,7 @@ class Network:
         if self.is_ordered:
             arrival = faults.last_arrival = max(arrival, faults.last_arrival)
         sent_at = self.world.now
-        self.world.at(arrival, None, lambda: self._arrive(faults, sent_at, source, target, frame))
+        self.world.at(arrival, self.world.outside, lambda: self._arrive(faults, sent_at, source, target, frame))
 
     def _arrive(self, faults: LinkFaults, sent_at: float, source: str, target: str, frame: bytes) -> None:
         if sent_at > faults.ended_at:

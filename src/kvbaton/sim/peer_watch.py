@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from kvbaton.agent.coordinator import Coordinator, Peers
@@ -96,11 +96,14 @@ class QuestionWatch:
         """A source has sent something."""
         self._received_at[source] = now
 
-    def problems(self, now: float) -> Iterator[str]:
+    def problems(self, now: float) -> Iterable[str]:
         """Questions that are not repeated."""
         if now - self._looked_at > self._still_s:
             self._since = now
         self._looked_at = now
+        return self._not_repeated(now) if self._live else ()
+
+    def _not_repeated(self, now: float) -> Iterator[str]:
         for key, record in self._live.items():
             if record.state in _ASKING and record.grant and record.source is not None:
                 last = max(self._asked_at.get(key, now), self._received_at.get(record.source, 0.0), self._since)

@@ -7,9 +7,8 @@ dies with frames in flight, and when a loop gets its turn. Frames arrive whole; 
 from __future__ import annotations
 
 import math
-import os
+import select
 import struct
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +26,7 @@ _HEADER = struct.Struct("<Q")
 
 
 class SimSocket:
-    """One end of a virtual socket pair. Its descriptor is readable while something has arrived, as a real one's is."""
+    """One end of a virtual socket pair, without a descriptor of the system: what it would wait for is known here."""
 
     def __init__(self, world: World, process: SimProcess, lag_s: float) -> None:
         self._world = world
@@ -38,9 +37,6 @@ class SimSocket:
         self._arrived = bytearray()
         self._is_over = False
         self._arrives_at = 0.0
-        self._ready = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.release = weakref.finalize(self, os.close, self._ready)
-        """Gives the descriptor back, once: when the run is over, or nothing refers to this any more."""
         self.on_arrival: Callable[[], None] = lambda: None
 
     def connect(self, other: SimSocket) -> None:
@@ -52,7 +48,13 @@ class SimSocket:
         del is_blocking
 
     def fileno(self) -> int:
-        return self._ready
+        """A number that no other end has; the system does not know it."""
+        return id(self)
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether something has arrived, or the other end is closed."""
+        return bool(self._arrived) or self._is_over
 
     def send(self, data: memoryview) -> int:
         """Take everything; a frame is under way when it is whole."""
@@ -75,8 +77,6 @@ class SimSocket:
         count = min(len(view), len(self._arrived))
         view[:count] = self._arrived[:count]
         del self._arrived[:count]
-        if not self._arrived and not self._is_over:
-            os.eventfd_read(self._ready)
         return count
 
     def close(self) -> None:
@@ -91,8 +91,6 @@ class SimSocket:
         self._world.at(self._arrives_at, other.process, lambda: other._arrive(frame))
 
     def _arrive(self, frame: bytes) -> None:
-        if not self._arrived and not self._is_over:
-            os.eventfd_write(self._ready, 1)
         self._arrived += frame
         self._is_over = self._is_over or not frame
         self.on_arrival()
@@ -106,10 +104,20 @@ def socket_pair(world: World, one: SimProcess, other: SimProcess, lag_s: float) 
     return ends
 
 
+class _SimChannel(Channel):
+    """The channel of production; it asks its virtual socket, and not the system, whether something has arrived."""
+
+    _socket: Any
+
+    def _wait_ready(self, events: int, timeout_s: float) -> int:
+        del timeout_s
+        return events & select.POLLIN if self._socket.is_readable else 0
+
+
 def channel_on(end: SimSocket, peer: str) -> Channel:
     """The channel of production on one end."""
     connected: Any = end
-    return Channel(connected, peer)
+    return _SimChannel(connected, peer)
 
 
 class RankProcess(RankLoop):

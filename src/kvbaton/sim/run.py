@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -164,6 +165,8 @@ class Run:
             self.world.not_promised |= UNFENCED_RULES
         self.faults: Counter[str] = Counter()
         self.all_instances: list[SimInstance] = []
+        self._reached_by: dict[int, tuple[SimInstance, ...]] = {id(self.world.outside): ()}
+        """Which instances an event can change that happens in a process, by the place of that in memory."""
         self.clients = [_Client(request, number) for number, request in enumerate(script.requests)]
         self.prompts: dict[int, tuple[SimInstance | None, SimInstance | None]] = {}
         self.is_probed = any(fault.kind is not FaultKind.PREEMPT for fault in script.faults)
@@ -246,6 +249,8 @@ class Run:
             instance.engine.step_s = script.step_s
         self.cluster.instances[address] = instance
         self.all_instances.append(instance)
+        for process in (instance.process, *instance.rank_processes):
+            self._reached_by[id(process)] = (instance,)
 
     def _attempt(self, client: _Client) -> None:
         """The router sends a request, for the first time or again."""
@@ -417,16 +422,24 @@ class Run:
     # Faults.
 
     def _after_event(self) -> None:
-        while self._pending and 0 <= self._pending[0].at_event <= self.world.events_total:
-            self._strike(self._pending.pop(0))
-        while self._pending and self._pending[0].at_event < 0:
-            self._pending.pop(0)
-        is_time = self.world.now >= self._look_at
-        self._look_at = self.world.now + _LOOK_S if is_time else self._look_at
-        for instance in self.all_instances:
+        world = self.world
+        # What no code of an instance has run for is as it was: only that is looked at which the event can have changed.
+        reached: Sequence[SimInstance] = self._reached_by.get(id(world.running), self.all_instances)
+        if self._pending:
+            while self._pending and 0 <= self._pending[0].at_event <= world.events_total:
+                self._strike(self._pending.pop(0))
+                reached = self.all_instances
+            while self._pending and self._pending[0].at_event < 0:
+                self._pending.pop(0)
+        is_time = world.now >= self._look_at
+        if is_time:
+            self._look_at = world.now + _LOOK_S
+            reached = self.all_instances
+        for instance in reached:
             if instance.process.is_alive:
                 instance.engine.check()
-                self._check_no_resurrection(instance)
+                if instance.coordinator.source.live or self._live_grants.get(instance.process.name):
+                    self._check_no_resurrection(instance)
                 if is_time:
                     self._check_hard_end(instance)
 
@@ -573,9 +586,7 @@ class Run:
         name = instance.process.name
         records = instance.coordinator.source.live.values()
         before = self._live_grants.get(name, set())
-        if not records and not before:
-            return
-        live = {(str(record.target), record.grant_number) for record in records if record.grant_number}
+        live = {(str(record.target), record.grant.grant) for record in records if record.grant and record.grant.grant}
         if live == before:
             return
         over = self._over_grants.setdefault(name, set())
@@ -590,9 +601,12 @@ class Run:
         stands_still = instance.process.paused_until if instance.thread is None else instance.thread.paused_until
         if now < max(stands_still, instance.process.paused_until) + _HARD_END_SLACK[1]:
             return
-        before = self._stands.get(name, {})
-        stands = self._stands[name] = {}
         coordinator = instance.coordinator
+        before = self._stands.pop(name, {})
+        if not coordinator.source.live and not coordinator.target.live:
+            self._check_refused_copies(instance)
+            return
+        stands = self._stands[name] = {}
         records: list[SourceRecord | TargetRecord] = [*coordinator.source.live.values(), *coordinator.target.live.values()]
         for record in records:
             if record.state in _QUARANTINE:
@@ -628,6 +642,8 @@ class Run:
         """A copy of which the transport takes nothing for `transfer_timeout` fails then."""
         limit_s = self.cluster.limits.transfer_timeout * _HARD_END_SLACK[0] + _LATE_S
         for transport, agent in zip(instance.transports, instance.agents, strict=True):
+            if not transport.refused_since:
+                continue
             for copy, since in transport.refused_since.items():
                 if self.world.now - since > limit_s and copy in agent.copies and not self._has_paused(instance):
                     self.world.find("on time", f"{instance.process.name}: nothing of {copy} was posted since {since:.3f}")

@@ -117,13 +117,19 @@ def _tag(before: str, token: int) -> str:
     return f"{zlib.crc32(f'{before} {token}'.encode()):08x}"
 
 
-def tags_of(tokens: Sequence[int]) -> list[str]:
+def tags_of(tokens: Sequence[int]) -> tuple[str, ...]:
     """What each cell of these tokens has to be computed from."""
+    return _tags_of(tuple(tokens))
+
+
+@lru_cache(maxsize=4096)
+def _tags_of(tokens: tuple[int, ...]) -> tuple[str, ...]:
+    # Every step of every rank asks for those of all tokens so far, layer by layer.
     tags, before = [], _ROOT
     for token in tokens:
         before = _tag(before, token)
         tags.append(before)
-    return tags
+    return tuple(tags)
 
 
 def _next_token(tag: str) -> int:
@@ -158,6 +164,19 @@ class TagCache:
         self.blocks = shape.blocks
         self.block_tokens = shape.block_tokens
         self.memories = [RankMemory(shape.cells_of(rank), 1) for rank in range(shape.ranks)]
+        self._held_heads = shape.held_heads
+        self._layers = [shape.layers_of(rank) for rank in range(shape.ranks)]
+        self._places = [[self._places_of(rank, layer) for layer in self._layers[rank]] for rank in range(shape.ranks)]
+        """By rank and held layer: of every head and plane, how far its cell is from the first one of a token in the memory of
+        the rank, and as which one it is tagged."""
+
+    def _places_of(self, rank: int, layer: int) -> tuple[tuple[int, int], ...]:
+        shape, held_layer = self.shape, layer - self._layers[rank].start
+        return tuple(
+            (shape.cell(held_layer, plane, 0, 0, held), plane * shape.heads + head)
+            for held, head in enumerate(shape.heads_of(rank))
+            for plane in range(_PLANES)
+        )
 
     def block_lists(self, blocks: Sequence[int]) -> BlockLists:
         """One list: there is one group."""
@@ -170,28 +189,25 @@ class TagCache:
 
     def fill(self, block: int, cell: TaggedCell) -> None:
         """Let the owner write all cells of a block."""
-        shape = self.shape
-        size = shape.block_tokens * shape.held_heads
+        size = self.block_tokens * self._held_heads
+        filling, plane_size = [cell] * size, self.blocks * size
         for rank, memory in enumerate(self.memories):
-            for layer in range(len(shape.layers_of(rank))):
-                for plane in range(_PLANES):
-                    first = shape.cell(layer, plane, block, 0, 0)
-                    memory.cells[first : first + size] = [cell] * size
+            first = block * size
+            for _ in range(len(self._layers[rank]) * _PLANES):
+                memory.cells[first : first + size] = filling
+                first += plane_size
 
     def write(self, layer: int, block: int, slot: int, position: int, tag: str, attempt: int) -> None:
         """Put the keys and values of one token of one layer there, of every head."""
-        for rank in range(self.shape.ranks):
-            if layer in self.shape.layers_of(rank):
+        for rank, layers in enumerate(self._layers):
+            if layer in layers:
                 self.write_rank(rank, layer, block, slot, position, tag, attempt)
 
     def write_rank(self, rank: int, layer: int, block: int, slot: int, position: int, tag: str, attempt: int) -> None:
         """Put the keys and values of one token of one layer there, of the heads of one rank."""
-        shape, cells = self.shape, self.memories[rank].cells
-        held_layer = layer - shape.layers_of(rank).start
-        for held, head in enumerate(shape.heads_of(rank)):
-            for plane in range(_PLANES):
-                cell = TaggedCell(tag, position, layer, plane * shape.heads + head, attempt)
-                cells[shape.cell(held_layer, plane, block, slot, held)] = cell
+        cells, first = self.memories[rank].cells, (block * self.block_tokens + slot) * self._held_heads
+        for offset, head in self._places[rank][layer - self._layers[rank].start]:
+            cells[first + offset] = TaggedCell(tag, position, layer, head, attempt)
 
     def tag_at(self, block: int, slot: int) -> str:
         """What the first cell of a token was computed from."""
@@ -203,8 +219,7 @@ class TagCache:
         Blocks before `first_block` are not looked at.
         """
         first = first_block * self.shape.block_tokens
-        for rank in range(self.shape.ranks):
-            layers = self.shape.layers_of(rank)
+        for rank, layers in enumerate(self._layers):
             if problem := self.rank_problem(rank, layers, blocks, tags, is_checked=is_checked, first=first):
                 return problem
         return ""
@@ -220,16 +235,18 @@ class TagCache:
         first: int = 0,
     ) -> str:
         """The same for these layers of one rank, from token `first` on."""
-        shape, cells, first_layer = self.shape, self.memories[rank].cells, self.shape.layers_of(rank).start
-        for position, tag in enumerate(tags[first:], first):
-            block, slot = blocks[position // shape.block_tokens], position % shape.block_tokens
-            for held, head in enumerate(shape.heads_of(rank)):
-                for layer in layers:
-                    for plane in range(_PLANES):
-                        cell = cells[shape.cell(layer - first_layer, plane, block, slot, held)]
-                        wanted = (tag, position, layer, plane * shape.heads + head)
-                        if (cell.content, cell.token, cell.layer, cell.rank) != wanted or (is_checked and cell.is_corrupt):
-                            return f"token {position} in block {block}: wanted {wanted}, there is {cell}"
+        cells, size, held_heads = self.memories[rank].cells, self.block_tokens, self._held_heads
+        places = [(layer, self._places[rank][layer - self._layers[rank].start]) for layer in layers]
+        for position in range(first, len(tags)):
+            tag, block = tags[position], blocks[position // size]
+            start = (block * size + position % size) * held_heads
+            for layer, heads in places:
+                for offset, head in heads:
+                    cell = cells[start + offset]
+                    is_it = cell.content == tag and cell.token == position and cell.layer == layer and cell.rank == head
+                    if not is_it or (is_checked and cell.is_corrupt):
+                        wanted = (tag, position, layer, head)
+                        return f"token {position} in block {block}: wanted {wanted}, there is {cell}"
         return ""
 
 

@@ -217,8 +217,9 @@ class SimTransport:
         )
         posted.arrives_at = self._fabric.world.now + delay
         when = max(posted.arrives_at, self.stall_until)
-        mover = self._process if self.late_writes is LateWrites.IMPOSSIBLE else None
-        self._fabric.world.at(when, mover, lambda: self._move(posted))
+        world = self._fabric.world
+        mover = self._process if self.late_writes is LateWrites.IMPOSSIBLE else world.outside
+        world.at(when, mover, lambda: self._move(posted))
 
     def _move(self, posted: _PostedBatch) -> None:
         """Move one cell, or complete."""

@@ -15,9 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from kvbaton.agent.driver import Driver
 from kvbaton.agent.engine_port import Allocation, EngineEvent, Landed, SourceEnded, TargetEnded
 from kvbaton.agent.rank_orders import CopyId
@@ -156,7 +153,7 @@ class VllmEngine(SimEngine):
             on_problem=self._on_problem,
             fail=self.fail,
         )
-        self._open: npt.NDArray[np.bool_] = vars(self._pool)["_open"].copy()
+        self._open: bytes = vars(self._pool)["_open"].tobytes()
         self._workers.start()
 
     def close(self) -> None:
@@ -342,10 +339,12 @@ class VllmEngine(SimEngine):
 
     def _mark_freed(self) -> None:
         """What no request and no prefix holds any more may be anything: a read from now on gets that."""
-        is_open: npt.NDArray[np.bool_] = vars(self._pool)["_open"]
-        for block in np.flatnonzero(is_open & ~self._open).tolist():
-            self.cache.fill(block, FREED)
-        self._open = is_open.copy()
+        is_open = vars(self._pool)["_open"].tobytes()
+        if is_open != self._open:
+            for block, (now, before) in enumerate(zip(is_open, self._open, strict=True)):
+                if now and not before:
+                    self.cache.fill(block, FREED)
+            self._open = is_open
 
     # What the halves call, and are notified of.
 

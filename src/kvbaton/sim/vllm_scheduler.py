@@ -258,7 +258,7 @@ class VllmScheduler:
         uses = Counter(block for request in self.requests.values() for block in request.blocks)
         uses.update(block for _, blocks in self._deferred for block in blocks)
         counted: list[int] = vars(self.pool)["_uses"]
-        if any(count != uses[block] for block, count in enumerate(counted)):
+        if counted != [uses.get(block, 0) for block in range(len(counted))]:
             raise Bug(f"requests have {dict(uses)}, and the pool counts {counted}")
 
     # A step.

@@ -159,7 +159,6 @@ class VllmWorkers:
         self._report = report
         self._on_problem = on_problem
         self.step_s = 0.002
-        self._sockets: list[SimSocket] = []
         self._computed: Counter[tuple[int, int, int]] = Counter()
         """How many ranks of a stage have computed a layer of a step; by step, stage and layer, -1 for all of its layers."""
         shape = cache.shape
@@ -195,7 +194,6 @@ class VllmWorkers:
         ends: dict[int, SimSocket] = {}
         for worker in self._workers[1:]:
             end, far_end = socket_pair(self._world, self._processes[0], self._processes[worker.rank], lag_s)
-            self._sockets += (end, far_end)
             ends[worker.rank] = end
             links = _OtherLinks(worker.rank, far_end, worker.thread)
             groups = LayerGroups(self._cache.shape.layout(worker.rank), 1)
@@ -208,11 +206,9 @@ class VllmWorkers:
             worker.thread.start(partial(self._work, worker))
 
     def close(self) -> None:
-        """End every thread, wherever it is, and give the descriptors back."""
+        """End every thread, wherever it is."""
         for worker in self._workers:
             worker.thread.close()
-        for end in self._sockets:
-            end.release()
 
     def pause(self, rank: int, until: float) -> None:
         """Let one rank stand still."""

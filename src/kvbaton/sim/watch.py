@@ -8,7 +8,7 @@ no rule of safety was broken.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvbaton.agent.coordinator import Coordinator
@@ -41,6 +41,8 @@ _ANSWER_S = 0.02
 _UNSEEN_S = 0.005
 """How much of the time between two events at two instances no side sees: messages, and turns of ranks and engines."""
 
+_ENDS = (SourceEnded, TargetEnded, Landed)
+
 _DRIFT = 0.02
 
 _EARLY = 0.98
@@ -48,6 +50,8 @@ _EARLY = 0.98
 
 _OF_TARGETS = (Grant, ConfirmAsk, Stop, Release)
 """What targets send, and sources answer."""
+
+_TURN_BY_TURN = (Grant, ConfirmAsk, Release)
 
 _ASKED = {Prefilled: Grant, AuxSent: Grant, Stopped: Stop}
 """Answers, each with the question that it is sent for, once."""
@@ -159,7 +163,7 @@ class Watch:
         if key is None:
             return
         self.touch(key)
-        if isinstance(message, Grant | ConfirmAsk | Release) or (isinstance(message, Stop) and message.grant):
+        if isinstance(message, _TURN_BY_TURN) or (isinstance(message, Stop) and message.grant):
             self._check_waits_its_turn(name, peer, local_s, message)
         if isinstance(message, Announced):
             self._announced |= {(name, key, span) for span in message.spans}
@@ -242,7 +246,8 @@ class Watch:
     def on_received(self, name: str, message: Message) -> None:
         """An instance receives a message."""
         if isinstance(message, Heartbeat):
-            self.seen_at |= dict.fromkeys(((name, key) for key, _ in message.live), self._world.now)
+            for live, _ in message.live:
+                self.seen_at[name, live] = self._world.now
         elif (key := getattr(message, "key", None)) is not None:
             self.seen_at[name, key] = self._world.now
             self.touch(key)
@@ -315,7 +320,7 @@ class Watch:
     def on_event(self, name: str, event: EngineEvent) -> None:
         """An engine is notified."""
         self.touch(event.key)
-        if not isinstance(event, SourceEnded | TargetEnded | Landed):
+        if not isinstance(event, _ENDS):
             return
         if isinstance(event, SourceEnded | TargetEnded):
             expected = self._cancelled.pop((name, event.key), event.outcome)
@@ -362,6 +367,9 @@ _LASTING = frozenset({"effects", "late_total", "failures_total", "aux_fallbacks_
 _SESSIONS = frozenset({"_cards", "_routes", "_region_epochs", "_channels", "_runs"})
 """What is kept of peers and of our own ranks, bounded by their number."""
 
+_EXPECTED = _LASTING | _SESSIONS
+_MEMORIES = (dict, set, list, deque, BoundedMap)
+
 
 def kept_for_ever(coordinator: Coordinator, agents: list[RankAgent]) -> Iterator[str]:
     """What an instance without hand-offs keeps although nothing bounds it: each is a leak."""
@@ -372,9 +380,9 @@ def kept_for_ever(coordinator: Coordinator, agents: list[RankAgent]) -> Iterator
         if part is coordinator or not hasattr(part, "__dict__"):
             continue
         for name, value in vars(part).items():
-            is_bounded = isinstance(value, BoundedMap) and name not in ("_waiting", "_dialled")
-            is_memory = isinstance(value, dict | set | list | deque | BoundedMap)
-            if is_memory and isinstance(value, Sized) and not is_bounded and name not in _LASTING | _SESSIONS and value:
+            if not isinstance(value, _MEMORIES) or not value or name in _EXPECTED:
+                continue
+            if not isinstance(value, BoundedMap) or name in ("_waiting", "_dialled"):
                 yield f"{type(part).__name__}.{name}: {len(value)}"
     known = vars(vars(coordinator)["_peers"])["_cards"].keys()
     for agent in agents:

@@ -113,12 +113,16 @@ class World:
         self._queue: list[tuple[float, int, SimProcess | None, Callable[[], None]]] = []
         self._sequence = 0
         self.on_event: list[Callable[[], None]] = []
+        self.running: SimProcess | None = None
+        """In which process the event happens that checks follow; None for one that may have reached any."""
+        self.outside = SimProcess("what lies between processes")
+        """For events on the way from one process to another: what they bring about in a process is an event of that one."""
         self.uses: set[tuple[int, str]] = set()
 
     def at(self, when: float, process: SimProcess | None, action: Callable[[], None]) -> None:
         """Let `action` happen at `when` (not before now), in `process` if one is named."""
         self._sequence += 1
-        heapq.heappush(self._queue, (max(when, self.now), self._sequence, process, action))
+        heapq.heappush(self._queue, (when if when > self.now else self.now, self._sequence, process, action))
 
     def after(self, delay: float, process: SimProcess | None, action: Callable[[], None]) -> None:
         """Let `action` happen `delay` from now."""
@@ -150,19 +154,22 @@ class World:
 
     def run(self, until: float, max_events: int) -> None:
         """Let events happen until `until`, the queue is empty, a rule is broken, or there were too many."""
-        while self._queue and self._queue[0][0] <= until and not self.violations:
-            when, sequence, process, action = heapq.heappop(self._queue)
+        queue, violations, checks = self._queue, self.violations, self.on_event
+        while queue and queue[0][0] <= until and not violations:
+            when, sequence, process, action = heapq.heappop(queue)
             self.now = when
-            if process is not None and not process.is_alive:
-                continue
-            if process is not None and process.paused_until > when:
-                heapq.heappush(self._queue, (process.paused_until, sequence, process, action))
-                continue
+            if process is not None:
+                if not process.is_alive:
+                    continue
+                if process.paused_until > when:
+                    heapq.heappush(queue, (process.paused_until, sequence, process, action))
+                    continue
             self.events_total += 1
             if self.events_total > max_events:
                 self.violate("bounded", f"more than {max_events} events")
                 return
+            self.running = process
             action()
-            for check in self.on_event:
+            for check in checks:
                 check()
         self.now = max(self.now, until) if not self.violations else self.now

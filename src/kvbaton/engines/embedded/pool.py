@@ -207,19 +207,20 @@ class BlockPool:
     def check_integrity(self) -> None:
         """Recount every block and raise Bug at the first disagreement; takes time in proportion to the pool."""
         self.check()
-        held = sum(1 for holds in self._holds if holds)
-        in_use = sum(1 for uses, holds in zip(self._uses, self._holds, strict=True) if uses and not holds)
+        held = len(self._holds) - self._holds.count(0)
+        in_use = sum([bool(uses and not holds) for uses, holds in zip(self._uses, self._holds, strict=True)])
         if (in_use, held, int(self._open.sum())) != (self._in_use, self._held, self._open_count):
             raise Bug(f"recount differs: in use {in_use}/{self._in_use}, held {held}/{self._held}, open {self._open_count}")
         if {block: digest for digest, block in self._block_of.items()} != self._digest_of:
             raise Bug("the two directions of the prefix cache disagree")
         if sum(room.stop - room.start for room in self._rooms.values()) != int((self._room_owner != _NO_OWNER).sum()):
             raise Bug("the rooms and their owners disagree")
-        for block in range(self.total):
-            places = (self._is_referenced(block), bool(self._open[block]), block in self._evictable)
-            if sum(places) != 1:
+        for block, (uses, holds, is_open) in enumerate(zip(self._uses, self._holds, self._open.tolist(), strict=True)):
+            is_referenced, is_evictable = uses > 0 or holds > 0, block in self._evictable
+            if is_referenced + is_open + is_evictable != 1:
+                places = (is_referenced, is_open, is_evictable)
                 raise Bug(f"block {block} is (referenced, open, evictable) = {places}; exactly one must hold")
-            if places[1] == (block in self._digest_of) and not places[0]:
+            if not is_referenced and is_open == (block in self._digest_of):
                 raise Bug(f"free block {block} must be cached exactly when it is evictable")
 
     def _is_referenced(self, block: int) -> bool:
