@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from functools import partial
 
@@ -113,9 +114,9 @@ class TestSourceEnds:
     @every_flow
     def test_without_a_deadline_a_target_waits_for_ever(self, flow: Flow) -> None:
         class Patient(TargetSide):
-            def _has_deadline(self, record: TargetRecord) -> bool:
+            def _deadline(self, record: TargetRecord) -> float:
                 del record
-                return False
+                return math.inf
 
         scripts = at_every_event(make(flow), Fault(FaultKind.CRASH, who="p0", for_s=20.0), step=2)
         stories = [play(script, sides(target=Patient)) for script in scripts]

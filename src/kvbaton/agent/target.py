@@ -757,11 +757,11 @@ class TargetSide:
             self.late_total["confirmed"] += 1
         elif record.executor is Executor.SOURCE_WRITES:
             record.is_confirmed = True
-            self._take_sums(record, confirmed)
+            record.source_sums = {(each.leg, each.span): each.value for each in confirmed.sums}
             self._settle(record)
         else:
             self._note(record, Stage.CONFIRMED)
-            self._take_sums(record, confirmed)
+            record.source_sums = {(each.leg, each.span): each.value for each in confirmed.sums}
             if record.state is TargetState.CONFIRMING and (problem := self.sums_problem(record)):
                 self._end_mismatched(record, problem)
             else:
@@ -856,7 +856,8 @@ class TargetSide:
         """Spans have arrived on a rank: that is progress, and they are summed there, if sums are compared."""
         if record.just_moved:
             self._count_wire(record, len(record.just_moved))
-            if self.compares_sums:
+            # Not for what is ending: a cancelled hand-off may have hundreds of reads in flight, which all arrive.
+            if self.compares_sums and record.state not in _CLOSING:
                 self.sum_moved(record, rank, record.just_moved)
             record.just_moved.clear()
             self._progress(record)
@@ -951,7 +952,7 @@ class TargetSide:
             record.retry.at = self._questions.lost_at(record.source, record.question, record.retry.wait_s)
             if record.retry.at <= now:
                 self._ask_again(record, now)
-        if self._has_deadline(record) and self._deadline(record) <= now:
+        if record.state not in _CLOSING and self._deadline(record) <= now:
             self._end_by(record, TargetEvent.NO_PROGRESS, Outcome.EXPIRED, self._why_late(record, now))
         self._watch(record)
 
@@ -969,21 +970,10 @@ class TargetSide:
             and record.state not in _CLOSING
         ):
             return
-        is_closing = record.state in _CLOSING
-        until = record.stop_until if is_closing else self._deadline(record)
-        if alarm <= until and alarm <= record.retry.at:
-            return
-        if self.live.get(key) is not record:
-            return
-        when = record.retry.at if self._asks_again(record) else math.inf
-        if is_closing or self._has_deadline(record):
-            when = min(when, until)
-        if when < math.inf:
-            self._timers.set(key, when)
-
-    def _has_deadline(self, record: TargetRecord) -> bool:
-        """Whether time ends it. In quarantine time leads to stronger means only (`stop_until`)."""
-        return record.state not in _CLOSING
+        if self.live.get(key) is record:
+            # In quarantine time ends nothing, and leads to stronger means only.
+            until = record.stop_until if record.state in _CLOSING else self._deadline(record)
+            self._timers.set(key, min(until, record.retry.at) if self._asks_again(record) else until)
 
     def _deadline(self, record: TargetRecord) -> float:
         return record.capped_at if record.state is TargetState.QUEUED else min(record.give_up_at, record.capped_at)
@@ -1129,10 +1119,6 @@ class TargetSide:
         record.summing.clear()
         record.sums.clear()
         record.source_sums.clear()
-
-    def _take_sums(self, record: TargetRecord, confirmed: Confirmed) -> None:
-        if self.compares_sums:
-            record.source_sums = {(each.leg, each.span): each.value for each in confirmed.sums}
 
     # Aux records that come over the data transport: read out of a slot of the source, checked, else sent in a message.
 

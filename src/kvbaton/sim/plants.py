@@ -8,7 +8,8 @@ if no seed catches it, the simulator lacks the fault or the check that would, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from msgspec import structs
@@ -159,8 +160,8 @@ class _TargetRenewedForEver(TargetSide):
 class _TargetQueuedForEver(TargetSide):
     """Lets a request wait for memory without an end."""
 
-    def _has_deadline(self, record: TargetRecord) -> bool:
-        return record.state is not TargetState.QUEUED and super()._has_deadline(record)
+    def _deadline(self, record: TargetRecord) -> float:
+        return math.inf if record.state is TargetState.QUEUED else super()._deadline(record)
 
 
 class _SourceQueuedForEver(SourceSide):
