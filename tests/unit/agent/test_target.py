@@ -9,10 +9,11 @@ import pytest
 from agent_rig import AUX, BLOCKS, LIMITS, Clock, Post, ScriptedRanks, card_of, key_of
 
 from kvbaton.agent.engine_port import Allocation, EngineEvent, Landed, SourceRequest, TargetEnded
-from kvbaton.agent.rank_orders import CopyId, CopyStopped
+from kvbaton.agent.rank_orders import CopyId, CopyStopped, SpanSummed
 from kvbaton.agent.target import TargetSide
+from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings
 from kvbaton.core.addresses import ControlAddress
-from kvbaton.core.handoff import Aux, Executor, HandoffKey, Incarnation, Mode, Outcome, Span
+from kvbaton.core.handoff import Aux, Executor, HandoffKey, Incarnation, Integrity, Mode, Outcome, Span
 from kvbaton.core.lifecycle import TargetState
 from kvbaton.core.messages import (
     MAX_REASON,
@@ -32,6 +33,7 @@ from kvbaton.core.messages import (
     Stop,
     Stopped,
 )
+from kvbaton.core.timeline import Note, Side, Stage
 
 KEY = key_of("k")
 TOKENS = 3
@@ -53,11 +55,14 @@ class Rig:
     clock: Clock = field(default_factory=Clock)
     post: Post = field(default_factory=Post)
     events: list[EngineEvent] = field(default_factory=list)
+    settings: HandoffSettings = DEFAULT_HANDOFF
+    notes: list[Note] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.ranks = ScriptedRanks(Executor.SOURCE_WRITES if self.writes else Executor.TARGET_READS)
         card = card_of("t1", RANKS)
-        self.side = TargetSide(card, "scripted", LIMITS, self.clock, self.post, self.ranks, self.events.append)
+        ports = (self.clock, self.post, self.ranks, self.events.append)
+        self.side = TargetSide(card, "scripted", LIMITS, *ports, self.settings, self.notes.append)
         self.ranks.report = self.side.on_copy  # type: ignore[assignment]
 
     def sent(self, kind: type[MessageT]) -> list[MessageT]:
@@ -910,3 +915,175 @@ def test_a_heartbeat_of_another_source_renews_no_deadline(rig: Rig) -> None:
     rig.side.on_heartbeat(S2, Heartbeat(from_source=True, live=((KEY, 1),)))
     rig.pass_time(0.2 * LIMITS.transfer_timeout)
     assert outcomes(rig.take_events()) == [Outcome.EXPIRED]
+
+
+def test_blocks_for_a_request_that_is_over_are_late(rig: Rig) -> None:
+    rig.side.allocated(Allocation(rig.request(), BLOCKS, TOKENS, 0))
+    assert rig.side.late_total["allocated"] == 1
+    assert rig.take_events() == []
+
+
+def test_what_is_no_peer_is_sent_no_decline(rig: Rig) -> None:
+    """Nothing has shown who it is at that address: there is none to send it to."""
+    rig.side.expect(rig.request(), None)
+    rig.post.take()
+    rig.side.on_refused_peer(ADDRESS, "it speaks HTTP")
+    assert rig.post.sent == []
+    assert rig.take_events() == [TargetEnded(KEY, Outcome.FAILED, "it speaks HTTP")]
+
+
+def test_the_stop_of_a_grant_is_no_answer_to_a_notice(rig: Rig) -> None:
+    """The key was used again: the source has stopped what it was granted before, and has yet to get the notice."""
+    rig.grant()
+    rig.side.cancel(KEY, "the client is gone")
+    rig.side.decline(rig.request(), card_of("s1", RANKS), "no room")
+    rig.side.on_stopped(S1, Stopped(KEY, 1))
+    assert len(rig.side.decline_notices) == 1
+    rig.side.on_stopped(S1, Stopped(KEY, 0))
+    assert len(rig.side.decline_notices) == 0
+
+
+def test_a_dial_ends_although_another_hand_off_has_its_source_at_that_address(rig: Rig) -> None:
+    rig.side.expect(rig.request(key_of("one")), card_of("s1", RANKS))
+    rig.side.expect(rig.request(key_of("two"), S2), None)
+    rig.side.cancel(key_of("two"), "the client is gone")
+    deadline = rig.clock.now + LIMITS.transfer_timeout + 2 * LIMITS.retry
+    while rig.clock.now < deadline:
+        rig.pass_time(LIMITS.retry / 2)
+    assert rig.post.hung_up == [ADDRESS]
+    assert list(rig.side.live) == [key_of("one")]
+
+
+def test_announcements_of_a_source_that_is_read_put_no_end_off(rig: Rig) -> None:
+    """Only what was moved counts: a source that announces more and more, and retracts it, would keep our blocks."""
+    rig.grant()
+    rig.announce(0)
+    rig.ranks.finish_all()
+    capped_at = rig.side.live[KEY].capped_at
+    rig.clock.now += 1
+    rig.side.on_retracted(S1, Retracted(KEY, 1, 2))
+    rig.ranks.quiet_all()
+    rig.announce(0, 1, 2, generation=2)
+    rig.ranks.finish(rig.ranks.moves[0])
+    assert sum(map(len, rig.side.live[KEY].moved.values())) == 1
+    assert rig.side.live[KEY].capped_at == capped_at
+
+
+@pytest.mark.parametrize("missing", ["the aux record", "a span", "the count"])
+def test_what_is_missing_of_a_finished_prefill_is_asked_for(rig: Rig, missing: str) -> None:
+    rig.grant()
+    rig.announce(*((0, 1) if missing == "a span" else (0, 1, 2)))
+    if missing != "the count":
+        rig.side.on_prefilled(S1, Prefilled(KEY, 1, 1, TOKENS, TOKENS, 0.0))
+    if missing != "the aux record":
+        rig.side.on_aux(S1, AuxSent(KEY, 1, AUX))
+    rig.post.take()
+    rig.pass_time(LIMITS.retry)
+    assert len(rig.sent(Grant)) == 1
+
+
+def test_a_confirmation_that_is_missing_is_asked_for_and_once_it_came_nothing_is() -> None:
+    writing = Rig(writes=True, settings=HandoffSettings(integrity=Integrity.FULL))
+    writing.grant()
+    writing.announce(0, 1, 2)
+    writing.finish_prefill()
+    writing.post.take()
+    writing.pass_time(LIMITS.retry)
+    assert len(writing.sent(Grant)) == 1
+    writing.confirm()
+    writing.pass_time(4 * LIMITS.retry)
+    assert writing.state() is TargetState.FILLING, "it is being summed"
+    assert writing.sent(Grant) == []
+
+
+def _sum_all(rig: Rig, grant: int = 1, generation: int = 1) -> None:
+    for rank, order in list(rig.ranks.sums):
+        copy = CopyId(KEY, grant, generation)
+        rig.side.on_summed_spans([SpanSummed(copy, Side.TARGET, rank, span.number, ((rank, 1),)) for span in order.spans])
+
+
+def test_what_was_written_and_is_summed_has_to_be_the_whole_cache() -> None:
+    writing = Rig(writes=True, settings=HandoffSettings(integrity=Integrity.FULL))
+    writing.grant()
+    writing.announce(1, 2)
+    writing.finish_prefill(count=2)
+    writing.confirm(count=2)
+    _sum_all(writing)
+    assert writing.state() is TargetState.STOPPING
+    assert "not the whole cache" in writing.side.live[KEY].reason
+
+
+@pytest.mark.parametrize(("grant", "generation"), [(2, 1), (1, 2)])
+def test_sums_of_another_copy_do_not_count(grant: int, generation: int) -> None:
+    """Reports of ranks are under way for a while: the key may be used again, or what was summed retracted, meanwhile."""
+    writing = Rig(writes=True, settings=HandoffSettings(integrity=Integrity.FULL))
+    writing.grant()
+    writing.announce(0, 1, 2)
+    writing.finish_prefill()
+    writing.confirm()
+    _sum_all(writing, grant, generation)
+    assert writing.side.live[KEY].sums == {}
+    _sum_all(writing)
+    assert writing.state() is TargetState.STOPPING, "all sums are in, and the source has sent none"
+
+
+def test_what_was_summed_is_summed_again_after_a_retraction() -> None:
+    writing = Rig(writes=True, settings=HandoffSettings(integrity=Integrity.FULL))
+    writing.grant()
+    for generation in (1, 2):
+        writing.ranks.sums.clear()
+        writing.announce(0, 1, 2, generation=generation)
+        writing.finish_prefill(generation=generation)
+        writing.confirm(generation=generation)
+        assert {order.copy.generation for _, order in writing.ranks.sums} == {generation}
+
+
+def test_without_checksums_no_rank_is_asked_for_one(rig: Rig) -> None:
+    rig.fill()
+    assert rig.ranks.sums == []
+
+
+def test_what_arrives_of_a_hand_off_that_is_ending_is_not_summed() -> None:
+    reading = Rig(settings=HandoffSettings(integrity=Integrity.FULL))
+    reading.grant()
+    reading.announce(0, 1)
+    reading.ranks.finish(reading.ranks.moves[0])
+    assert len(reading.ranks.sums) == 1
+    reading.side.cancel(KEY, "the client is gone")
+    reading.ranks.finish_all()
+    assert len(reading.ranks.sums) == 1
+
+
+def test_a_confirmation_of_what_is_ending_has_nothing_summed() -> None:
+    writing = Rig(writes=True, settings=HandoffSettings(integrity=Integrity.FULL))
+    writing.grant()
+    writing.announce(0, 1, 2)
+    writing.finish_prefill()
+    writing.side.cancel(KEY, "the client is gone")
+    writing.confirm()
+    assert writing.ranks.sums == []
+
+
+def test_an_end_without_a_grant_counts_only_from_the_source(rig: Rig) -> None:
+    rig.grant()
+    rig.side.on_over(S2, Over(KEY, 0, Outcome.CANCELLED, "the client is gone"))
+    assert rig.state() is TargetState.GRANTED
+
+
+@pytest.mark.parametrize("is_counted_first", [False, True])
+def test_more_spans_than_the_source_counts_fail_the_hand_off_with_both(rig: Rig, is_counted_first: bool) -> None:
+    rig.grant()
+    rig.announce(*((0,) if is_counted_first else (0, 1, 2)))
+    rig.finish_prefill(count=2)
+    if is_counted_first:
+        rig.announce(1, 2)
+    rig.ranks.quiet_all()
+    assert rig.take_events() == [TargetEnded(KEY, Outcome.FAILED, "the source announced 3 spans and counts 2")]
+
+
+def test_every_rank_notes_what_was_moved(rig: Rig) -> None:
+    rig.fill()
+    moved = [note for note in rig.notes if note.stage is Stage.MOVED]
+    assert sorted((note.rank, note.first_token) for note in moved) == [
+        (rank, span) for rank in range(RANKS) for span in range(TOKENS)
+    ]
