@@ -19,6 +19,7 @@ from dataclasses import dataclass
 __all__ = ["Site", "find_sites", "mutate"]
 
 _SILENT_CALLS = re.compile(r"^(log\.\w+|self\._note|self\._observe)\(")
+_OBSERVED = re.compile(r"^self\._observe is (not )?no_observer$")
 _COUNTER = re.compile(r"\w+_total\b")
 _SILENT_FUNCTIONS = frozenset({"__repr__", "__str__", "_note", "_why_late", "_stats", "_count_wire", "__post_init__"})
 
@@ -120,7 +121,8 @@ class _Walk:
 
     def _statement(self, body: list[ast.stmt], index: int, statement: ast.stmt, path: str) -> Iterator[_Change]:
         text = ast.unparse(statement)
-        is_silent = _SILENT_CALLS.match(text) is not None
+        is_count = isinstance(statement, ast.AugAssign) and _COUNTER.search(ast.unparse(statement.target)) is not None
+        is_silent = _SILENT_CALLS.match(text) is not None or is_count
         if is_silent or isinstance(statement, ast.Raise | ast.Import | ast.ImportFrom | ast.AnnAssign | ast.Assert):
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.value, ast.Dict) and self._function:
                 yield from self._rows(statement.value)
@@ -152,8 +154,8 @@ class _Walk:
                 return True
             case ast.Assign(targets=targets):
                 return any(_is_kept(target) for target in targets)
-            case ast.AugAssign(target=target):
-                return _COUNTER.search(ast.unparse(target)) is None
+            case ast.AugAssign():
+                return True
             case _:
                 return False
 
@@ -163,6 +165,8 @@ class _Walk:
         if isinstance(node, ast.JoinedStr | ast.Constant | ast.Name):
             if is_test:
                 yield from self._forced(node, put)
+            return
+        if _OBSERVED.match(_text(node)):
             return
         if is_test:
             yield from self._forced(node, put)
