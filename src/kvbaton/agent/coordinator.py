@@ -361,9 +361,9 @@ class Coordinator:
             self._drop_all_dead()
 
     def next_deadline(self) -> float | None:
-        """When `tick` next has something to do; None while nothing is live and no notice waits."""
+        """When `tick` next has something to do; None while nothing is live, no notice waits and no address is dialled."""
         if not self.source.live and not self.target.live:
-            return self.target.decline_notices.next_deadline()
+            return self.target.next_deadline()
         earliest = min(self._gone_check_at, self._beat_at())
         for when in (self.source.next_deadline(), self.target.next_deadline()):
             if when is not None and when < earliest:
@@ -472,7 +472,6 @@ class Coordinator:
             log.error("%s%s", shown(text, 2000), f" ({held_back} similar lines held back)" if held_back else "")
 
     def _lose(self, incarnation: Incarnation, reason: str) -> None:
-        self._peer_fences.pop(incarnation, None)
         self._ranks.send_all(Disconnect(incarnation))
         self.source.on_peer_gone(incarnation, reason)
         self.target.on_peer_gone(incarnation, reason)

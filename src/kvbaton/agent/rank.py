@@ -187,11 +187,9 @@ class _SumJob:
         """Sum the pieces before `end`; a sum that is cut there is continued with the next call."""
         complete = bisect.bisect_right(self.ends, end) - len(self.sums)
         ends = [each - self.done for each in self.ends[len(self.sums) : len(self.sums) + complete]]
-        if not ends or ends[-1] < end - self.done:
-            ends.append(end - self.done)
-        values = memory.sums(self.pieces[self.done : end], ends, self.value)
-        self.value = values[complete] if len(values) > complete else 0
-        self.sums += values[:complete]
+        # The last part is what is cut; without a piece, its sum is 0, with which the next one begins.
+        *sums, self.value = memory.sums(self.pieces[self.done : end], [*ends, end - self.done], self.value)
+        self.sums += sums
         self.done = end
 
     def take_complete(self) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
@@ -205,6 +203,8 @@ class _SumJob:
 
 class Summer:
     """The sums that one rank was asked for. Each turn continues one hand-off; then it is the turn of the next one."""
+
+    turn_bytes = _TURN_BYTES
 
     def __init__(
         self, rank: int, layout: Layout, memory: Memory | None, report: Callable[[rank_orders.SpanSummed], None]
@@ -285,7 +285,7 @@ class Summer:
 
     def work(self) -> None:
         """Sum a few MiB at most, and report the spans that are complete."""
-        left = _TURN_BYTES
+        left = self.turn_bytes
         while self._jobs and left > 0:
             (side, key), jobs = next(iter(self._jobs.items()))
             while jobs and left > 0:

@@ -555,7 +555,6 @@ class SourceSide:
             # Also when the heartbeat of another target had claimed it: that one showed a transfer id, this one has the prompt.
             record.target, record.grant = sender, grant
             self.step(record, SourceEvent.GRANTED)
-            self._settle(record)
         elif record.target == sender:
             # One grant at a time: a new number means that the target has ended the old one, and that its Stop was lost. It is
             # refused when our copies under the old one are quiet: both may be for the same blocks, if the new one was made
@@ -586,7 +585,6 @@ class SourceSide:
             self._control.send(sender, Retracted(ask.key, ask.grant, record.generation))
         elif record.state is SourceState.SERVING and not self._is_summed(record):
             record.is_asked = True
-            self.step(record, SourceEvent.PEER_ALIVE)
             self.extend_lease(record)
         elif not record.writes or self._is_moved(record):
             self.step(record, SourceEvent.CONFIRM_ASKED)
@@ -758,11 +756,8 @@ class SourceSide:
         alarm = self._alarm_times.get(record.key, math.inf)
         if alarm <= record.lease_until and alarm <= record.capped_at:
             return
-        deadline = self._deadline(record)
-        if alarm <= deadline:
-            return
         if self._has_deadline(record) and self.live.get(record.key) is record:
-            self._timers.set(record.key, deadline)
+            self._timers.set(record.key, self._deadline(record))
 
     def _has_deadline(self, record: SourceRecord) -> bool:
         """STOPPING has none: memory that copies of our own still read cannot go back, however long that takes."""

@@ -37,11 +37,11 @@ CLASSES = {
     # expected granted span-ready prefilled preempted peer-alive confirm-asked written released stop-asked aborted lease-out
     # peer-gone copy-failed quiet quiet-failed quiet-cancelled quiet-expired
     "source": {
-        "parked": "r l x x x r l x l r r r r r x x x x",
-        "queued": "x r r r r r l x l r r r r r x x x x",
-        "streaming": "x r r r r r l l l r r r r r x x x x",
-        "retracting": "x r l x x r l l l r r r r r r x x x",
-        "held": "x r x x x r l x l r r r r r x x x x",
+        "parked": "r l x x x r l x x r r r r r x x x x",
+        "queued": "x r r r r r l x x r r r r r x x x x",
+        "streaming": "x r r r r r l x x r r r r r x x x x",
+        "retracting": "x r l x x r l x x r r r r r r x x x",
+        "held": "x r x x x r l x x r r r r r x x x x",
         "serving": "x r x x x r r r r r r r r r x x x x",
         "stopping": "l l l l l l l l l l l l l l l r r r",
         "delivered": "l l l l l l l l l l l l l l l l l l",
