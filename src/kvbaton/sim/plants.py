@@ -9,7 +9,7 @@ if no seed catches it, the simulator lacks the fault or the check that would, an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from msgspec import structs
