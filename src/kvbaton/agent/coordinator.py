@@ -330,7 +330,8 @@ class Coordinator:
                 assert_never(report)
 
     def _on_peer_fenced(self, report: PeerFenced) -> None:
-        epochs = self._peer_fences.setdefault(report.peer, {})
+        # Put behind the others: the oldest are dropped, and one that is only half reported must not be.
+        epochs = self._peer_fences[report.peer] = self._peer_fences.get(report.peer, {})
         before = min((epochs.get(rank.rank, 0) for rank in self.card.ranks), default=0)
         epochs[report.rank] = max(report.epoch, epochs.get(report.rank, 0))
         epoch = min(epochs.get(rank.rank, 0) for rank in self.card.ranks)

@@ -109,7 +109,7 @@ class PoisonBlocks(msgspec.Struct, frozen=True, tag=True):
 
 
 class MoveSpans(msgspec.Struct, frozen=True, tag=True):
-    """Move spans of an open copy; SpansMoved follows for all of them, or CopyFailed once."""
+    """Move spans of an open copy; SpansMoved follows for each part that is moved as one, or CopyFailed once."""
 
     copy: CopyId
     source_blocks: BlockLists

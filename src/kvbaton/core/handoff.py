@@ -144,6 +144,9 @@ def span_problem(spans: Iterable[Span], whole: Span) -> str:
         return ""
     reached = dict.fromkeys(range(whole.first_layer, whole.end_layer), whole.first_token)
     for span in sorted(spans, key=attrgetter("first_token")):
+        if span.first_layer > span.end_layer or span.first_token > span.end_token:
+            # It covers nothing, and joined with a neighbour it would hide what that one covers.
+            return f"span {span.number} ends before it starts: {span}"
         for layer in range(span.first_layer, span.end_layer):
             if reached.get(layer) != span.first_token:
                 found = "no such layer" if layer not in reached else f"token {reached[layer]} to come next"

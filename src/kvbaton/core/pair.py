@@ -88,7 +88,7 @@ class Piece:
     pattern: TokenPattern | None = None
     first_run: tuple[int, int, int] = dataclasses.field(default=(0, 0, 0), init=False, repr=False, compare=False)
     """The first of `runs`, as numbers of Python."""
-    _slots: dict[tuple[int, int], Slots] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
+    _slots: dict[tuple[int, int] | None, Slots] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.runs):
@@ -99,7 +99,7 @@ class Piece:
 
         Kept: an engine announces the same ranges of layers again and again.
         """
-        asked = (0, 0) if layers is None else (layers.start, layers.stop)
+        asked = None if layers is None else (layers.start, layers.stop)
         found = self._slots.get(asked)
         if found is None:
             slots = self.slots

@@ -394,7 +394,7 @@ class Ledger(Generic[L]):
         try:
             if self._starter is not None:
                 self._starter.confirm(link)
-        except (KVBatonError, OSError, ValueError) as problem:
+        except Exception as problem:  # noqa: BLE001 - a batch that is not completed would keep its blocks for ever
             return describe(problem)
         return ""
 

@@ -481,6 +481,23 @@ def test_fences_of_two_epochs_that_interleave_are_both_put_up() -> None:
     assert fenced == [2, 3]
 
 
+def test_a_fence_that_is_half_reported_is_not_the_one_that_is_forgotten() -> None:
+    pair = Pair(Executor.SOURCE_WRITES)
+    pair.fetch()
+    pair.net.deliver_all()
+    coordinator, peer = pair.target.coordinator, Incarnation("s1")
+    fenced: list[int] = []
+    coordinator.target.on_peer_fenced = lambda *given: fenced.append(given[1])  # type: ignore[method-assign]
+    for rank in range(2):
+        coordinator.on_rank(PeerFenced(peer, 2, rank))
+    for number in range(1023):
+        coordinator.on_rank(PeerFenced(Incarnation(f"other {number}"), 2, 0))
+    coordinator.on_rank(PeerFenced(peer, 3, 0))
+    coordinator.on_rank(PeerFenced(Incarnation("one more"), 2, 0))
+    coordinator.on_rank(PeerFenced(peer, 3, 1))
+    assert fenced == [2, 3]
+
+
 def test_a_fence_ends_what_was_granted_before_it_and_nothing_that_was_granted_after() -> None:
     pair = Pair(Executor.SOURCE_WRITES)
     pair.fetch()

@@ -30,8 +30,10 @@ def test_spans_without_a_problem_are_every_cell_exactly_once(parts: list[Span]) 
     [
         [Span(0, 0, 4, 0, 2), Span(1, 0, 4, 2, 1), Span(2, 0, 4, 1, 3)],
         [Span(0, 0, 3, 0, 3), Span(1, 3, 1, 0, 3), Span(2, 1, 4, 0, 3)],
+        [Span(0, 0, 4, 3, 0), Span(1, 0, 4, 0, 3)],
+        [Span(0, 4, 0, 0, 3), Span(1, 0, 4, 0, 3)],
     ],
-    ids=["layers", "tokens"],
+    ids=["layers", "tokens", "layers beside the whole", "tokens beside the whole"],
 )
 def test_spans_that_run_backwards_are_not_whole(parts: list[Span]) -> None:
     assert span_problem(parts, WHOLE)

@@ -137,6 +137,13 @@ def test_consecutive_blocks_are_one_run_per_layer_and_plane() -> None:
     assert int(runs[:, 2].sum()) == 3 * 155 * layout.groups[0].token_bytes
 
 
+def test_no_layers_are_not_taken_for_all_of_them() -> None:
+    layout = layout_of(compact_group(layers=3, planes=2, blocks=64))
+    pair, blocks = pair_layouts(layout, layout), (tuple(range(8)),)
+    for layers, count in ((range(0), 0), (None, 6), (range(0), 0)):
+        assert len(plan_runs(pair, blocks, blocks, 0, 32, layers=layers)) == count
+
+
 def test_blocks_that_are_reversed_on_both_sides_are_one_run() -> None:
     layout = layout_of(compact_group(layers=1, planes=1, blocks=8))
     backwards = tuple(reversed(range(8)))
