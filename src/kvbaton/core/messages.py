@@ -5,7 +5,7 @@ about a hand-off carries its key and the number of the grant it belongs to (0: b
 and reordered; the receiver decides by key, grant and generation what a message is about. Only durations cross the wire, never
 points in time: the clocks of two hosts are not compared.
 
-A new message is a struct here, a member of `HandoffMessage`, and a row of `Coordinator.handlers`; docs/protocol.md describes it.
+A new message is a struct here, a member of `HandoffMessage`, and a row of `Coordinator.handlers`; see docs/protocol.md.
 """
 
 from __future__ import annotations
