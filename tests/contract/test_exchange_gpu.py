@@ -148,8 +148,14 @@ def test_parts_with_gaps_and_other_hosts_are_refused_before_anything_is_mapped(
     assert gpu is not None
     host = here.handle.gpu_owner.partition(" ")[0]
     sources, unknown = GpuSources(), msgspec.structs.replace(there.handle, stamp=1, gpu_owner=f"{host} 1 1")
+    late = f"{unknown.memory_bytes},{unknown.gpu_parts.partition(',')[2]}"  # behind as many bytes as it has
     for wrong, error, text in (
-        (msgspec.structs.replace(unknown, memory_bytes=1 << 17), RangeError, "gaps"),
+        (
+            msgspec.structs.replace(unknown, memory_bytes=1 << 17),
+            TransportError,
+            "parts end at 65536, and the region has 131072",
+        ),
+        (msgspec.structs.replace(unknown, memory_bytes=2 * unknown.memory_bytes, gpu_parts=late), RangeError, "gaps"),
         (msgspec.structs.replace(unknown, gpu_owner="elsewhere 1 1"), TransportError, "another host"),
         (msgspec.structs.replace(unknown, gpu_owner=here.handle.gpu_owner), RangeError, "not registered"),
         (msgspec.structs.replace(unknown, gpu_parts="1,2"), TransportError, "cannot be read"),
