@@ -37,8 +37,7 @@ from kvbaton.engines.embedded.sequence import SequenceStatus
 from kvbaton.engines.embedded.settings import EngineSettings
 from kvbaton.errors import Bug
 from kvbaton.sim.engine import Ended, SimEngine, SimPrompt
-from kvbaton.sim.memory import FREED
-from kvbaton.sim.tag_model import LoadedTags, TagCache, answer_to, prompt_ids, tags_of, token_ids
+from kvbaton.sim.tag_model import FreedBlocks, LoadedTags, TagCache, answer_to, prompt_ids, tags_of, token_ids
 from kvbaton.sim.watched_port import WatchedPort
 
 __all__ = ["EMBEDDED", "EmbeddedClasses", "EmbeddedEngine"]
@@ -129,7 +128,7 @@ class EmbeddedEngine(SimEngine):
         for part, kind in ((self._core, classes.core), (scheduler, classes.scheduler), (self._pool, classes.pool)):
             # Not by way of arguments: the engine has no switch for planted bugs.
             part.__class__ = kind
-        self._open: bytes = vars(self._pool)["_open"].tobytes()
+        self._freed = FreedBlocks(self._pool, self.cache)
 
     # Requests.
 
@@ -244,19 +243,10 @@ class EmbeddedEngine(SimEngine):
             self.fail(error)
             return
         self._is_changed = True
-        self._mark_freed()
+        self._freed.mark()
         if worked:
             self._is_woken = True
             self.world.after(self.step_s, self.process, self._turn)
-
-    def _mark_freed(self) -> None:
-        """What no request and no prefix holds any more may be anything: a read from now on gets that."""
-        is_open = vars(self._pool)["_open"].tobytes()
-        if is_open != self._open:
-            for block, (now, before) in enumerate(zip(is_open, self._open, strict=True)):
-                if now and not before:
-                    self.cache.fill(block, FREED)
-            self._open = is_open
 
     # What the engine calls, and is notified of.
 

@@ -23,11 +23,13 @@ from kvbaton.core.tensors import dense_tensor, split_layers, tensor_group
 from kvbaton.core.topology import Shape
 from kvbaton.engines.embedded.config import ModelConfig
 from kvbaton.engines.embedded.model import TokenSpan, Written
+from kvbaton.engines.embedded.pool import BlockPool
 from kvbaton.errors import Bug
-from kvbaton.sim.memory import POISON, RankMemory, TaggedCell
+from kvbaton.sim.memory import FREED, POISON, RankMemory, TaggedCell
 
 __all__ = [
     "CONTEXT_TOKENS",
+    "FreedBlocks",
     "HEADS",
     "VOCABULARY",
     "TagCacheShape",
@@ -248,6 +250,28 @@ class TagCache:
                         wanted = (tag, position, layer, head)
                         return f"token {position} in block {block}: wanted {wanted}, there is {cell}"
         return ""
+
+
+class FreedBlocks:
+    """Marks what no request and no prefix holds any more: it may be anything, and a read from now on gets that."""
+
+    def __init__(self, pool: BlockPool, cache: TagCache) -> None:
+        self._pool = pool
+        self._cache = cache
+        self._open = self._now()
+
+    def mark(self) -> None:
+        """Fill the blocks that were freed since the last call."""
+        is_open = self._now()
+        if is_open != self._open:
+            for block, (now, before) in enumerate(zip(is_open, self._open, strict=True)):
+                if now and not before:
+                    self._cache.fill(block, FREED)
+            self._open = is_open
+
+    def _now(self) -> bytes:
+        is_open: bytes = vars(self._pool)["_open"].tobytes()
+        return is_open
 
 
 class TagModel:

@@ -30,9 +30,8 @@ from kvbaton.engines.vllm.specs import TokenCounts
 from kvbaton.engines.vllm.worker_half import Finished
 from kvbaton.errors import Bug
 from kvbaton.sim.engine import Ended, SimEngine, SimPrompt
-from kvbaton.sim.memory import FREED
 from kvbaton.sim.script import VllmScript
-from kvbaton.sim.tag_model import CONTEXT_TOKENS, TagCache, answer_to, prompt_ids, tags_of, token_ids
+from kvbaton.sim.tag_model import CONTEXT_TOKENS, FreedBlocks, TagCache, answer_to, prompt_ids, tags_of, token_ids
 from kvbaton.sim.vllm_scheduler import StepResult, VllmRequest, VllmScheduler, VllmStatus, VllmStep, all_of
 from kvbaton.sim.vllm_workers import VllmClasses, VllmWorkers
 from kvbaton.sim.watched_port import WatchedPort
@@ -153,7 +152,7 @@ class VllmEngine(SimEngine):
             on_problem=self._on_problem,
             fail=self.fail,
         )
-        self._open: bytes = vars(self._pool)["_open"].tobytes()
+        self._freed = FreedBlocks(self._pool, self.cache)
         self._workers.start()
 
     def close(self) -> None:
@@ -287,7 +286,7 @@ class VllmEngine(SimEngine):
         except Exception as error:  # noqa: BLE001 - whatever it is, it is an error of ours
             self.fail(error)
         self._is_changed = True
-        self._mark_freed()
+        self._freed.mark()
 
     def _turn(self) -> None:
         """Fill the queue of steps first; when it is full, or there is nothing to step for, take what the oldest has brought."""
@@ -336,15 +335,6 @@ class VllmEngine(SimEngine):
         outputs[rank] = finished
         if len(outputs) == len(self.processes):
             self.schedule()
-
-    def _mark_freed(self) -> None:
-        """What no request and no prefix holds any more may be anything: a read from now on gets that."""
-        is_open = vars(self._pool)["_open"].tobytes()
-        if is_open != self._open:
-            for block, (now, before) in enumerate(zip(is_open, self._open, strict=True)):
-                if now and not before:
-                    self.cache.fill(block, FREED)
-            self._open = is_open
 
     # What the halves call, and are notified of.
 

@@ -14,8 +14,8 @@ What every implementation promises:
   a batch without bytes completes with success and 0 bytes.
 - `post` refuses (QueueFull) what is beyond `max_in_flight`; a batch counts until `poll` handed it out. One batch of a peer
   that has none in the queue is taken all the same.
-- `after` is asked from the mover's thread and must not wait; when it raises, or is not true within `timeout_s`, the
-  batch completes with an error and was never started.
+- `after` is asked by `post` or from the mover's thread, and must not wait; when it raises, or is not true within `timeout_s`,
+  the batch completes with an error and was never started.
 - `poll` returns at once, each ticket exactly once. A completion without an error means that every byte of the batch is
   visible in target memory, be that here or at the peer, and that it is the peer that was meant; a completion with one means
   that the mover will not touch this side's memory for it again. What a write that has failed had on its way may still land at

@@ -19,7 +19,7 @@ from kvbaton.errors import RangeError
 from kvbaton.transport.base import Batch, Direction
 from kvbaton.transport.runs import Loops, StripTable, check_runs
 
-__all__ = ["check_batch", "check_listed", "check_plan"]
+__all__ = ["check_batch", "check_plan"]
 
 _SIDES = ("source", "target")
 _MOST_PAGE_RUNS = 1 << 16
@@ -31,21 +31,8 @@ _NOWHERE = np.empty(0, np.int64)
 
 def check_batch(batch: Batch, own_bytes: int, peer_bytes: int, loops: Loops | None = None) -> Runs | StripTable:
     """The runs of `batch` as a private copy, without empty ones, in the form that they have. Raises RangeError."""
-    if isinstance(batch.runs, Plan):
-        return check_plan(batch.runs, *_sizes(batch, own_bytes, peer_bytes), loops)
-    return check_listed(batch, own_bytes, peer_bytes, loops)
-
-
-def check_listed(batch: Batch, own_bytes: int, peer_bytes: int, loops: Loops | None = None) -> Runs:
-    """The runs of `batch` one by one, for what does not know plans, as a private copy, without empty ones.
-
-    Raises RangeError.
-    """
     sizes = _sizes(batch, own_bytes, peer_bytes)
-    if isinstance(batch.runs, Plan):
-        # First as it is: what is unrolled must not be more than there is room for.
-        return check_runs(unroll(check_plan(batch.runs, *sizes, loops).plan), *sizes, loops)
-    return check_runs(batch.runs, *sizes, loops)
+    return check_plan(batch.runs, *sizes, loops) if isinstance(batch.runs, Plan) else check_runs(batch.runs, *sizes, loops)
 
 
 def _sizes(batch: Batch, own_bytes: int, peer_bytes: int) -> tuple[int, int]:
