@@ -124,7 +124,7 @@ class Starter(Protocol[L_contra]):
         """Whether what was begun is moved; then it touches no memory any more, and the byte was written."""
 
     def wait_end(self) -> None:
-        """Wait until it is; no longer than its bytes take."""
+        """Wait until it is; not called under a lock of the caller: a GPU may take long."""
 
     def confirm(self, link: L_contra) -> None:
         """Raise KVBatonError unless what was copied came from the peer that is meant; called after a batch's last byte."""
