@@ -39,7 +39,8 @@ def vllm_pages(steps: int) -> list[str]:
         "target_queue_s": [0.1],
     }
     grown = {"runs": 1, "handshakes": 1, "late_events": 0, "dropped_messages": 0, "checksum_mismatches": 0, "agent_errors": 0}
-    grown["failed_certificate_loads"] = grown["cluster_key_loads"] = grown["failed_cluster_key_loads"] = 0
+    grown["certificate_loads"] = grown["failed_certificate_loads"] = 0
+    grown["cluster_key_loads"] = grown["failed_cluster_key_loads"] = 0
     gauges = {"live_target": 1, "live_source": 0, "quarantined_blocks": 0, "peers": 1}
     step = {"ended": {"target delivered": 1}, "failures": {}, "grown": grown, "series": series, "gauges": gauges}
     command = [sys.executable, "-c", _VLLM_SERVER, json.dumps(step), str(steps)]

@@ -87,28 +87,37 @@ def _believing(certificates: Path) -> ssl.SSLContext:
 
 def _bad_files_are_counted(up: Up, certificates: Path) -> None:
     """A key that does not belong to the certificate: every process counts it, and serves as before."""
-    assert _failed_loads(up, certificates) == [0, 0, 0]
+    assert _loads(up, certificates, "failed_certificate_loads") == [0, 0, 0]
     key = (certificates / "tls.key").read_bytes()
     other = certificates.parent / "other"
     make_certificate(other)
-    (certificates / "tls.key").write_bytes((other / "tls.key").read_bytes())
+    _replace(certificates / "tls.key", (other / "tls.key").read_bytes())
     # With certificates of its own: this process cannot load what does not fit.
     shown = certificates.parent / "shown"
     shutil.copytree(certificates, shown)
     (shown / "tls.key").write_bytes(key)
-    wait_until(lambda: _failed_loads(up, shown) == [1, 1, 1], "router, prefill and decode count the files", 30)
+    counted = "failed_certificate_loads"
+    wait_until(lambda: _loads(up, shown, counted) == [1, 1, 1], "router, prefill and decode count the files", 30)
     assert up.client.complete().document["kvbaton"]["handed_off"] is True
-    (certificates / "tls.key").write_bytes(key)
+    _replace(certificates / "tls.key", key)
+    wait_until(lambda: _loads(up, shown) == [1, 1, 1], "all have taken the right key again", 30)
 
 
-def _failed_loads(up: Up, certificates: Path) -> list[int]:
-    """How many changes of the files the router and the instances have not taken."""
+def _replace(path: Path, content: bytes) -> None:
+    """In one step: a process that looks meanwhile would count half a file as another change."""
+    half = path.with_suffix(".half")
+    half.write_bytes(content)
+    half.replace(path)
+
+
+def _loads(up: Up, certificates: Path, counted: str = "certificate_loads") -> list[int]:
+    """How many changes of the files the router and the instances have taken, or not taken."""
     pages = [up.client.get("/metrics").content.decode()]
     for instance in up.client.get("/instances").document["live"]:
         url = f"https://{instance['http_address']}/metrics"
         with urllib.request.urlopen(url, timeout=10, context=ClusterTls(certificates).client) as answer:
             pages.append(answer.read().decode())
-    found = [re.findall(r"^kvbaton_(?:router_)?failed_certificate_loads_total (\S+)$", page, re.MULTILINE) for page in pages]
+    found = [re.findall(rf"^kvbaton_(?:router_)?{counted}_total (\S+)$", page, re.MULTILINE) for page in pages]
     return [int(float(*counts)) for counts in found]
 
 
@@ -128,11 +137,15 @@ def _rotate_under_load(up: Up, certificates: Path) -> None:
     old = certificates.parent / "old"
     try:
         shutil.copytree(certificates, old)
+        # Each step waits until all have taken the one before it, as docs/security.md says.
         make_certificate(certificates, new_authority=True)
+        wait_until(lambda: min(_loads(up, certificates)) >= 2, "all believe the new authority", 30)
         make_certificate(certificates)
-        (certificates / "ca.crt").write_bytes((certificates / "authority" / "ca.crt").read_bytes())
+        wait_until(lambda: min(_loads(up, certificates)) >= 3, "all show certificates of the new authority", 30)
+        _replace(certificates / "ca.crt", (certificates / "authority" / "ca.crt").read_bytes())
+        wait_until(lambda: min(_loads(up, certificates)) >= 4, "none believes the old authority", 30)
         instance = up.client.get("/instances").document["live"][0]["http_address"]
-        wait_until(lambda: _is_served(instance, certificates), "the new certificate is shown", 30)
+        assert _is_served(instance, certificates)
         assert not _is_served(instance, old)
         pid = up.child("decode")
     finally:

@@ -186,6 +186,7 @@ class Driver(HandoffPort):
             runs_total=self._ranks.runs_total,
             peers=coordinator.peers,
             handshakes_total=coordinator.handshakes_total,
+            certificate_loads_total=self._sockets.certificate_loads_total(),
             failed_certificate_loads_total=self._sockets.failed_certificate_loads_total(),
             cluster_key_loads_total=self._sockets.trust.cluster_key_loads_total(),
             failed_cluster_key_loads_total=self._sockets.trust.failed_cluster_key_loads_total(),

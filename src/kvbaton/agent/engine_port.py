@@ -222,6 +222,8 @@ class AgentStats:
     """Peers whose cards are known."""
     handshakes_total: int = 0
     """Cards that were checked and taken, each incarnation of a peer once."""
+    certificate_loads_total: int = 0
+    """Changes of the certificate files that were taken."""
     failed_certificate_loads_total: int = 0
     """Changes of the certificate files that were not taken, because the files do not fit or have expired."""
     cluster_key_loads_total: int = 0

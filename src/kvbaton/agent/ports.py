@@ -68,6 +68,9 @@ class ControlSocketsPort(Control, Protocol):
     def refusals(self) -> list[tuple[ControlAddress, str]]:
         """Take the addresses that turned out to be no peers of ours since the last call, each with the reason."""
 
+    def certificate_loads_total(self) -> int:
+        """Changes of the certificate files that were taken; safe to call from any thread."""
+
     def failed_certificate_loads_total(self) -> int:
         """Changes of the certificate files that were not taken; safe to call from any thread."""
 

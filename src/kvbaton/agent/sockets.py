@@ -185,6 +185,10 @@ class ControlSockets:
         self._log_limit = LogLimit(every_s=1.0)
         self.dropped_total: Counter[str] = Counter(dict.fromkeys(Dropped, 0))
 
+    def certificate_loads_total(self) -> int:
+        """Changes of the certificate files that were taken; safe to call from any thread."""
+        return 0 if self._tls is None else self._tls.loads_total()
+
     def failed_certificate_loads_total(self) -> int:
         """Changes of the certificate files that were not taken; safe to call from any thread."""
         return 0 if self._tls is None else self._tls.failed_loads_total()

@@ -69,6 +69,7 @@ class RouterCore:
         self.upstream.sweep(now)
         self.server.sweep(now)
         self.metrics.see_loads(
+            certificate_loads=0 if self._tls is None else self._tls.loads_total(),
             failed_certificate_loads=0 if self._tls is None else self._tls.failed_loads_total(),
             cluster_key_loads=self._trust.cluster_key_loads_total(),
             failed_cluster_key_loads=self._trust.failed_cluster_key_loads_total(),

@@ -39,6 +39,7 @@ _COUNTERS = {
     "unauthorized": "Requests without a valid key",
     "malformed_traces": "Requests whose traceparent cannot be read; they were served without it",
     "untraced_handoffs": "Hand-offs of recorded traces that got no spans, because too many were under way or none was noted",
+    "certificate_loads": "Changes of the certificate files that were taken, by each process of the router",
     "failed_certificate_loads": "Changes of the certificate files that were not taken, by each process of the router",
     "cluster_key_loads": "Changes of the file with the cluster keys that were taken, by each process of the router",
     "failed_cluster_key_loads": "Changes of the file with the cluster keys that were not taken, by each process of the router",

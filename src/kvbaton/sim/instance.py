@@ -193,6 +193,10 @@ class _SimControl:
         """A thread of the simulator does not wait: it is given its turns."""
         raise Bug(f"a wait of {timeout_s} s for {wakeups} in virtual time")
 
+    def certificate_loads_total(self) -> int:
+        """There are no certificates."""
+        return 0
+
     def failed_certificate_loads_total(self) -> int:
         """There are no certificates."""
         return 0

@@ -127,15 +127,20 @@ class ClusterTls:
         self._stamp = _stamp(folder)
         self._server, self._client, self.valid_until = _load(folder)
         self._look_at = clock() + _LOOK_S
-        self._failed_loads_total = 0
+        self._loads_total = self._failed_loads_total = 0
         self.server: ssl.SSLContext = _FollowingContext(lambda: self._contexts()[0])
         self.client: ssl.SSLContext = _FollowingContext(lambda: self._contexts()[1])
 
     def __repr__(self) -> str:
         return f"ClusterTls({self.folder})"
 
+    def loads_total(self) -> int:
+        """How many changes of the files were taken. Looks at the files itself: a process may connect to no peer for hours."""
+        self._contexts()
+        return self._loads_total
+
     def failed_loads_total(self) -> int:
-        """How many sets of files were not taken. Looks at the files itself: a process may connect to no peer for hours."""
+        """How many changes of the files were not taken; looks at them as `loads_total` does."""
         self._contexts()
         return self._failed_loads_total
 
@@ -158,6 +163,7 @@ class ClusterTls:
             self._failed_loads_total += 1
             _log.error("the certificates stay as they were (valid until %s): %s", self.valid_until, error)
         else:
+            self._loads_total += 1
             _log.info("certificates of %s were replaced; the new one is valid until %s", self.folder, self.valid_until)
 
 

@@ -78,6 +78,8 @@ def _agent_families(agent: AgentStats) -> Iterator[Metric]:
     fallbacks = "Aux records that were sent by message because the data transport could not, by cause."
     yield _labelled(CounterMetricFamily, "aux_fallbacks", fallbacks, ("cause",), _by(agent.aux_fallbacks_total))
     yield CounterMetricFamily("kvbaton_agent_errors", "Internal errors that the agents survived.", agent.errors_total)
+    taken = "Changes of the certificate files that were taken."
+    yield CounterMetricFamily("kvbaton_certificate_loads", taken, agent.certificate_loads_total)
     not_taken = "Changes of the certificate files that were not taken."
     yield CounterMetricFamily("kvbaton_failed_certificate_loads", not_taken, agent.failed_certificate_loads_total)
     taken = "Changes of the file with the cluster keys that were taken."

@@ -66,6 +66,7 @@ def _totals(agent: AgentStats) -> Counter[str]:
         dropped_messages=agent.dropped_total.total(),
         checksum_mismatches=agent.mismatches_total,
         agent_errors=agent.errors_total,
+        certificate_loads=agent.certificate_loads_total,
         failed_certificate_loads=agent.failed_certificate_loads_total,
         cluster_key_loads=agent.cluster_key_loads_total,
         failed_cluster_key_loads=agent.failed_cluster_key_loads_total,

@@ -25,6 +25,7 @@ _COUNTED = {
     "dropped_messages": "Control messages that were not taken",
     "checksum_mismatches": "Hand-offs that failed because of a checksum",
     "agent_errors": "Errors of our own that the agents went on after",
+    "certificate_loads": "Changes of the certificate files that were taken",
     "failed_certificate_loads": "Changes of the certificate files that were not taken",
     "cluster_key_loads": "Changes of the file with the cluster keys that were taken",
     "failed_cluster_key_loads": "Changes of the file with the cluster keys that were not taken",
