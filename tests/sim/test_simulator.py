@@ -64,7 +64,7 @@ NEAR = {
     "vllm-one-rank-reports": 6,
     "vllm-announced-by-one-rank": 406,
     "vllm-blocks-of-an-earlier-step": 982,
-    "vllm-preempted-not-retracted": 3126,
+    "vllm-preempted-not-retracted": 630,
     "vllm-last-block-cut": 22,
     "freed-when-offered": 14,
     "no-reserve-in-pull": 142,

@@ -24,8 +24,6 @@ from __future__ import annotations
 import enum
 import logging
 import re
-import socket
-import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 
@@ -47,9 +45,9 @@ from kvbaton.core.messages import (
 )
 from kvbaton.errors import ConfigError, ProtocolError
 from kvbaton.transport.neighbour import is_gone
-from kvbaton.wire.door import Door, DoorLimits, EndCause, PeerConnection, listen_on
+from kvbaton.wire.door import Door, DoorLimits, EndCause, PeerConnection
 from kvbaton.wire.log_limit import LogLimit, shown
-from kvbaton.wire.lookup import Lookups
+from kvbaton.wire.machine import THIS_MACHINE, Machine, StreamSocket
 from kvbaton.wire.tls import cluster_tls
 
 __all__ = ["ControlSockets", "Dropped"]
@@ -135,7 +133,7 @@ class _Dialled:
 class ControlSockets:
     """All sockets of one coordinator. Raises ConfigError when `trust` or the system forbids to listen there.
 
-    `beat_s` is the interval of its heartbeats.
+    `beat_s` is the interval of its heartbeats; `machine` is where the sockets are made.
     """
 
     is_gone = staticmethod(is_gone)
@@ -151,12 +149,14 @@ class ControlSockets:
         limits: DoorLimits | None = None,
         *,
         beat_s: float = _BEAT_S,
+        machine: Machine = THIS_MACHINE,
     ) -> None:
         self._me = me
+        self._clock = machine.now
         self.trust = trust or Trust()
         self.trust.check_bind(host)
         self.address = ControlAddress.of(host, port)
-        bound = _bind(host, port)
+        bound = _bind(machine, host, port)
         self._tls = cluster_tls(self.trust.tls_dir)
         self._limits = limits or DoorLimits(
             frame_bytes=MAX_FRAME_BYTES,
@@ -170,9 +170,10 @@ class ControlSockets:
             tls=self._tls,
             on_open=self._on_open,
             refusal=self._refusal,
+            machine=machine,
         )
         self._door.listen(bound)
-        self._lookups = Lookups()
+        self._lookups = machine.lookups()
         self._dialled: OrderedDict[ControlAddress, _Dialled] = OrderedDict()
         self._routes: dict[Incarnation, PeerConnection | _Dialled] = {}
         self._takes_several: BoundedMap[Incarnation, None] = BoundedMap(_MAX_TAKES_SEVERAL)
@@ -181,7 +182,7 @@ class ControlSockets:
         """What was sent to such peers since the last flush; at most a frame's worth for each."""
         self._refusals: dict[ControlAddress, str] = {}
         self._queued_bytes = 0
-        self._tokens, self._tokens_at = _DIAL_BURST, time.monotonic()
+        self._tokens, self._tokens_at = _DIAL_BURST, self._clock()
         self._log_limit = LogLimit(every_s=1.0)
         self.dropped_total: Counter[str] = Counter(dict.fromkeys(Dropped, 0))
 
@@ -207,6 +208,9 @@ class ControlSockets:
 
     def hang_up(self, address: ControlAddress) -> None:
         """Dial `address` no longer, unless a peer of ours has answered there: the requests that needed it are over."""
+        self._hang_up_unproven(address)
+
+    def _hang_up_unproven(self, address: ControlAddress) -> None:
         dialled = self._dialled.get(address)
         if dialled is not None and not dialled.is_proven:
             self._hang_up(dialled)
@@ -287,7 +291,7 @@ class ControlSockets:
         refusals = list(self._refusals.items())
         self._refusals.clear()
         for address, _ in refusals:
-            self.hang_up(address)
+            self._hang_up_unproven(address)
         return refusals
 
     def close(self) -> None:
@@ -306,7 +310,7 @@ class ControlSockets:
         elif len(self._dialled) >= min(_MAX_DIALLED, self._limits.known // 2):
             # Addresses at which no peer of ours ever answered give way first.
             self._hang_up(unproven[0] if unproven else next(iter(self._dialled.values())))
-        dialled = self._dialled[address] = _Dialled(address, time.monotonic())
+        dialled = self._dialled[address] = _Dialled(address, self._clock())
         return dialled
 
     def _send_to(self, dialled: _Dialled, frame: bytes) -> None:
@@ -322,7 +326,7 @@ class ControlSockets:
             return
         dialled.frames.append(frame)
         self._queued_bytes += len(frame)
-        dialled.asked_at = time.monotonic()
+        dialled.asked_at = self._clock()
         if connection is None and dialled.retry_at <= dialled.asked_at:
             self._connect(dialled)
 
@@ -332,7 +336,7 @@ class ControlSockets:
         due = float("inf")
         if not self._queued_bytes:
             return due
-        now = time.monotonic()
+        now = self._clock()
         for dialled in list(self._dialled.values()):
             if dialled.connection is not None or not dialled.frames:
                 continue
@@ -348,7 +352,7 @@ class ControlSockets:
 
     def _connect(self, dialled: _Dialled) -> None:
         """Begin to connect, unless too many dials were begun just now; a name is looked up first."""
-        now = time.monotonic()
+        now = self._clock()
         self._tokens = min(_DIAL_BURST, self._tokens + (now - self._tokens_at) * _DIALS_PER_S)
         self._tokens_at = now
         dialled.retry_at = now + dialled.retry_s
@@ -404,7 +408,7 @@ class ControlSockets:
         dialled = connection.tag
         if isinstance(dialled, _Dialled):
             dialled.connection = None
-            dialled.retry_at = time.monotonic() + dialled.retry_s
+            dialled.retry_at = self._clock() + dialled.retry_s
             if cause in _NO_PEER:
                 self._refuse(dialled.address, f"what answers at {dialled.address} is no peer of ours: {detail}")
             elif cause is EndCause.REFUSED:
@@ -471,14 +475,14 @@ class ControlSockets:
 
     def _drop(self, cause: Dropped, detail: str) -> None:
         self.dropped_total[cause] += 1
-        held_back = self._log_limit.allow(cause, time.monotonic())
+        held_back = self._log_limit.allow(cause, self._clock())
         if held_back is not None:
             log.warning("control channel: dropped (%s, %d so far): %s", cause, self.dropped_total[cause], shown(detail))
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _bind(machine: Machine, host: str, port: int) -> StreamSocket:
     try:
-        return listen_on(host, port)
+        return machine.listen(host, port)
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(f"control port {port} on {host}: {reason}; choose another with --control-port") from error

@@ -39,8 +39,9 @@ from kvbaton.discovery.messages import (
 )
 from kvbaton.discovery.registry import Left, Outcome, Refreshed, Registered, RegistrationRefused, Registry, Replaced
 from kvbaton.errors import Bug, ConfigError
-from kvbaton.wire.door import Door, DoorLimits, EndCause, PeerConnection, listen_on
+from kvbaton.wire.door import Door, DoorLimits, EndCause, PeerConnection
 from kvbaton.wire.log_limit import LogLimit, PacedLines, shown
+from kvbaton.wire.machine import listen_on
 from kvbaton.wire.tls import ClusterTls
 
 __all__ = ["Listener"]

@@ -79,6 +79,8 @@ class AgentThread:
         self._on_turn = on_turn
         self._step = step
         self.driver: SimDriver
+        self.rest: Callable[[float], float] = lambda timeout_s: timeout_s
+        """What the control sockets do while the thread waits; for how long it may."""
         self.paused_until = 0.0
         self._turn_at = float("inf")
         self._is_stepping = False
@@ -110,6 +112,6 @@ class AgentThread:
         if now < self.paused_until:
             self._have_turn(self.paused_until)
             return
-        wait_s = self.driver.take_turn()
+        wait_s = self.rest(self.driver.take_turn())
         self._on_turn()
         self._have_turn(now + max(wait_s / self._process.clock.rate, 1e-6))

@@ -21,6 +21,7 @@ from kvbaton.transport.base import LateWrites
 __all__ = ["CORNERS", "DRILLS", "EDGES", "SCENES", "drill_of_seed", "script_of_seed"]
 
 _FLOW_S = 0.05
+_STRAY_FRAMES = frozenset({FaultKind.REPLAY, FaultKind.TWIN, FaultKind.BAD_GRANT, FaultKind.STRAY})
 """About how long an undisturbed flow takes when its target has the request."""
 
 Drill = Callable[[random.Random], Script]
@@ -28,6 +29,10 @@ Drill = Callable[[random.Random], Script]
 
 def script_of_seed(seed: int) -> Script:
     """The run of a seed; the same on every machine."""
+    return _with_sockets(_script_of_seed(seed))
+
+
+def _script_of_seed(seed: int) -> Script:
     if _has_engines(seed):
         return make_engine_script(seed)
     if _has_vllm(seed):
@@ -36,6 +41,22 @@ def script_of_seed(seed: int) -> Script:
         return make_script(seed)
     rng = random.Random(f"drill {seed}")
     return msgspec.structs.replace(rng.choice(drills)(rng), seed=seed)
+
+
+def _with_sockets(script: Script) -> Script:
+    """Let the control sockets of production carry the messages of some runs: half of those with a driver, and of random ones.
+
+    Not where frames come from elsewhere than a peer at its own connection: no other frame would be let in.
+    """
+    has_sockets = random.Random(f"sockets {script.seed}").random() < 0.5
+    has_strays = any(fault.kind in _STRAY_FRAMES for fault in script.faults)
+    if not has_sockets or has_strays or not (script.has_driver or script.seed % 16 == 0):
+        return script
+    if not script.has_driver:
+        # Ranks in processes of their own have no area for aux records.
+        lag_s = script.rank_lag_s or 0.001
+        script = msgspec.structs.replace(script, has_driver=True, rank_lag_s=lag_s, aux_channel=AuxChannel.CONTROL)
+    return msgspec.structs.replace(script, has_sockets=True)
 
 
 def drill_of_seed(seed: int) -> str:

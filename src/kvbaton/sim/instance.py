@@ -12,6 +12,7 @@ from msgspec import structs
 
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import EngineEvent, SourceEnded, TargetEnded
+from kvbaton.agent.ports import ControlSocketsPort
 from kvbaton.agent.rank import RankAgent
 from kvbaton.agent.rank_orders import (
     AuxRead,
@@ -71,9 +72,11 @@ from kvbaton.sim.stray_calls import StrayCalls
 from kvbaton.sim.strays import asked_early, may_come_from_others, of_another_release, other_prompt, stray_of
 from kvbaton.sim.tag_model import TagCache, TagCacheShape
 from kvbaton.sim.transport import Fabric, FencingSimTransport, SimRank, SimTransport
+from kvbaton.sim.virtual_sockets import VirtualMachine, Wires
 from kvbaton.sim.vllm_engine import VllmEngine
 from kvbaton.sim.vllm_workers import VLLM, VllmClasses
 from kvbaton.sim.watch import Watch
+from kvbaton.sim.watched_sockets import WatchedSockets
 from kvbaton.sim.world import SimClock, SimProcess, World
 from kvbaton.transport.base import PeerRank
 
@@ -117,6 +120,7 @@ class Bugs:
     rank: type[RankAgent] = SimRank
     remote_ranks: type[RemoteRanks] = RemoteRanks
     driver: type[SimDriver] = SimDriver
+    sockets: type[WatchedSockets] = WatchedSockets
     source_engine: type[SourceEngine] = SourceEngine
     target_engine: type[TargetEngine] = TargetEngine
     embedded: EmbeddedClasses = EMBEDDED
@@ -137,6 +141,8 @@ class Cluster:
     settings: HandoffSettings = DEFAULT_HANDOFF
     rank_lag_s: float = 0.0
     """How long an order to a rank, or a report of one, is under way at most; 0: ranks live in the coordinator's process."""
+    wires: Wires | None = None
+    """Where the control sockets of production are run, and not only what is behind them: what those are connected by."""
     has_driver: bool = False
     """Whether instances whose ranks live in processes of their own are run by the driver of production."""
     mode: Mode = Mode.PUSH
@@ -209,11 +215,8 @@ class _SimControl:
         return []
 
     def dial(self, address: ControlAddress, message: Message) -> None:
-        instance = self._instance
-        instance.dialled.add(address.host)
-        instance.unanswered.add(address.host)
-        instance.cluster.watch.on_dialled(instance.process.name, address.host, instance.local_now())
-        instance.send_frame(address.host, "", message)
+        self._instance.on_dial(address)
+        self._instance.send_frame(address.host, "", message)
 
     def hang_up(self, address: ControlAddress) -> None:
         """A simulated dial is one frame, and is not repeated by itself: only whether it was time to hang up is looked at."""
@@ -225,8 +228,7 @@ class _SimControl:
             self._instance.send_frame(address, peer, message)
 
     def is_gone(self, process: ProcessId) -> bool:
-        cluster = self._instance.cluster
-        return cluster.one_host and not cluster.processes[process.pid].is_alive
+        return self._instance.is_gone(process)
 
 
 class _SimRanks:
@@ -307,6 +309,8 @@ class SimInstance:
         self._ends: list[SimSocket] = []
         """The coordinator's end of the channel to each rank in a process of its own."""
         self.thread: AgentThread | None = None
+        self.machine: VirtualMachine | None = None
+        """What the control sockets of production are run on, where they are."""
         self.frames: deque[tuple[Envelope, ControlAddress | None]] = deque()
         """What has arrived, and the driver has yet to read."""
         self.remote: RemoteRanks | None = None
@@ -467,11 +471,16 @@ class SimInstance:
         """Have the driver of production run the coordinator, on a thread of this process."""
         cluster, orders = self.cluster, _SimRanks(self)
         thread = AgentThread(cluster.world, self.process, self._check_records, self._step_engine)
+        sockets: ControlSocketsPort = _SimControl(self)
+        if cluster.wires is not None:
+            self.machine = VirtualMachine(cluster.wires, self.address, self.local_now, thread.wake)
+            watched = cluster.bugs.sockets(self.incarnation, self.machine, self, cluster.limits.beat_s)
+            sockets, thread.rest = watched, watched.rest
         thread.driver = cluster.bugs.driver(
             card,
             remote,
             cluster.limits,
-            _SimControl(self),
+            sockets,
             thread.news,
             cluster.settings,
             clock=self.local_now,
@@ -519,8 +528,23 @@ class SimInstance:
         clock = self._clock
         return clock.offset + clock.rate * self._world.now
 
-    def send_frame(self, address: str, recipient: str, message: Message) -> None:
-        """Put one message on the wire."""
+    def is_gone(self, process: ProcessId) -> bool:
+        """Whether a process of this host is known to be dead."""
+        cluster = self.cluster
+        return cluster.one_host and not cluster.processes[process.pid].is_alive
+
+    def on_dial(self, address: ControlAddress) -> None:
+        """An address is dialled."""
+        self.dialled.add(address.host)
+        self.unanswered.add(address.host)
+        self.cluster.watch.on_dialled(self.process.name, address.host, self.local_now())
+
+    def on_send(self, address: str, recipient: str, message: Message) -> None:
+        """A message leaves."""
+        self._check_sent(recipient, message)
+        self._note_sent(address, message)
+
+    def _check_sent(self, recipient: str, message: Message) -> None:
         self._sent.append((recipient, message))
         if isinstance(message, _QUESTIONS):
             self._questions.asked(message.key, self.local_now())
@@ -540,14 +564,21 @@ class SimInstance:
             self.cluster.released.add((self.incarnation, message.key, message.grant))
             if (self.incarnation, message.key, message.grant) not in self.cluster.confirmed:
                 self.cluster.world.violate("confirmed before delivered", f"{self.process.name}: {message}")
-        if isinstance(message, Grant) and self.bad_grants > 0:
-            self.bad_grants -= 1
-            if self._send_bad_grant(address, recipient, message):
-                return
+
+    def _note_sent(self, address: str, message: Message) -> None:
         self.cluster.watch.on_sent(self.process.name, address, self.local_now(), message)
         if self.cluster.world.timeline is not None:
             # Not only for its own sake: the text of a message costs more than its way through the network.
             self.cluster.world.note(f"{self.process.name} -> {address}: {message}")
+
+    def send_frame(self, address: str, recipient: str, message: Message) -> None:
+        """Put one message on the wire."""
+        self._check_sent(recipient, message)
+        if isinstance(message, Grant) and self.bad_grants > 0:
+            self.bad_grants -= 1
+            if self._send_bad_grant(address, recipient, message):
+                return
+        self._note_sent(address, message)
         on_wire = of_another_release(message) if self.is_of_another_release else message
         self.cluster.network.send(self.address, address, encode(self.incarnation, recipient, on_wire))
         if self.strays > 0 and self.cluster.world.random.random() < _STRAY:
@@ -613,7 +644,8 @@ class SimInstance:
         for each in split(envelope):
             self._on_message(each, sender_address)
 
-    def _on_message(self, envelope: Envelope, sender_address: str) -> None:
+    def on_receive(self, envelope: Envelope, sender_address: str) -> None:
+        """A message was read."""
         self.routes[envelope.sender] = sender_address
         message = envelope.message
         if isinstance(message, Hello) or (isinstance(message, Refused) and message.key is None):
@@ -622,8 +654,17 @@ class SimInstance:
                 self.cluster.watch.was_refused(self.process.name, sender_address)
         elif isinstance(message, Announced) and message.grant in self._sequences:
             self._used_sequences[envelope.sender] = self._sequences[message.grant]
-        via = _address_of(sender_address) if sender_address in self.dialled else None
         self.cluster.watch.on_received(self.process.name, message)
+
+    def on_refusal(self, address: ControlAddress) -> None:
+        """What answers at an address turned out to be no peer: nothing waits for it any longer."""
+        self._notices.settled_at(address)
+        self.unanswered.discard(address.host)
+        self.cluster.watch.was_refused(self.process.name, address.host)
+
+    def _on_message(self, envelope: Envelope, sender_address: str) -> None:
+        self.on_receive(envelope, sender_address)
+        via = _address_of(sender_address) if sender_address in self.dialled else None
         if self.thread is None:
             self.guarded(lambda: self._take(envelope, via))
         else:
@@ -830,6 +871,8 @@ class SimInstance:
             process.died_at = min(process.died_at, self.cluster.world.now)
             process.is_alive = False
         self.cluster.network.forget(self.address)
+        if self.machine is not None:
+            self.machine.die()
         self.cluster.world.note(f"{self.process.name} dies")
         if self.cluster.instances.get(self.address) is self:
             del self.cluster.instances[self.address]

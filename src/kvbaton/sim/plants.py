@@ -28,6 +28,7 @@ from kvbaton.core.messages import MAX_NUMBER, ConfirmAsk, Confirmed, Envelope, G
 from kvbaton.sim.agent_thread import SimDriver
 from kvbaton.sim.engine_plants import engine_plants
 from kvbaton.sim.instance import Bugs
+from kvbaton.sim.socket_plants import socket_plants
 from kvbaton.sim.transport import SimRank
 from kvbaton.sim.vllm_plants import vllm_plants
 from kvbaton.transport.base import Completion
@@ -654,6 +655,8 @@ def _plants() -> Iterator[tuple[str, str, str, Bugs]]:
         yield name, mistake, rule, Bugs(embedded=classes)
     for name, mistake, rule, vllm in vllm_plants():
         yield name, mistake, rule, Bugs(vllm=vllm)
+    for name, mistake, rule, sockets in socket_plants():
+        yield name, mistake, rule, Bugs(sockets=sockets)
 
 
 PLANTS: dict[str, Plant] = {name: Plant(mistake, rule, bugs) for name, mistake, rule, bugs in _plants()}

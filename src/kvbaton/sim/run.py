@@ -22,6 +22,7 @@ from kvbaton.sim.network import Network
 from kvbaton.sim.script import CALM, HARMLESS, LINK_FAULTS, Fault, FaultKind, RequestScript, Script
 from kvbaton.sim.tag_model import HEADS, TagCacheShape
 from kvbaton.sim.transport import Fabric
+from kvbaton.sim.virtual_sockets import CONNECT_AGAIN_S, Wires
 from kvbaton.sim.vllm_engine import VllmEngine
 from kvbaton.sim.watch import Watch, kept_for_ever
 from kvbaton.sim.world import SimClock, Violation, World
@@ -154,6 +155,7 @@ class Run:
             declined_within_s=_declined_within_s(script, limits),
         )
         self.cluster.has_driver = script.has_driver
+        self.cluster.wires = Wires(self.world, network) if script.has_sockets else None
         self.cluster.mode = script.requests[0].mode
         self.cluster.on_failure = OnFailure.RECOMPUTE if script.recomputes else OnFailure.FAIL
         self.cluster.both_roles = any(request.is_turned for request in script.requests)
@@ -770,7 +772,10 @@ def _declined_within_s(script: Script, limits: Limits) -> float:
     is_known = all(fault.kind in (FaultKind.REFUSE, FaultKind.LOSE, FaultKind.DOUBLE) for fault in script.faults)
     is_reused = any(request.retries or request.steal_id >= 0 for request in script.requests)
     lost = sum(fault.number for fault in script.faults if fault.kind is FaultKind.LOSE)
-    return math.inf if is_reused or not is_known else _ROUND_TRIP_S + (lost + bool(lost)) * limits.beat_s
+    if is_reused or not is_known:
+        return math.inf
+    dialled_again_s = CONNECT_AGAIN_S if script.has_sockets and lost else 0.0
+    return _ROUND_TRIP_S + (lost + bool(lost)) * limits.beat_s + dialled_again_s
 
 
 def run_script(script: Script, bugs: Bugs | None = None, *, keep_timeline: bool = False) -> Result:

@@ -247,6 +247,8 @@ class Script(msgspec.Struct, frozen=True):
 
     has_driver: bool = False
     """Whether the driver of production runs the instances; their ranks have to live in processes of their own."""
+    has_sockets: bool = False
+    """Whether the control sockets of production carry the messages, over virtual connections; needs the driver."""
     joins_messages: bool = False
     """Whether messages that leave at the same moment travel in one frame, which is lost, doubled and delayed as one."""
 

@@ -10,7 +10,7 @@ import random
 
 import msgspec
 
-from kvbaton.core.handoff import Mode
+from kvbaton.core.handoff import Integrity, Mode
 from kvbaton.sim.engine_script import make_engine_script
 from kvbaton.sim.script import CacheScript, Fault, FaultKind, LoadScript, RequestScript, Script, VllmScript
 from kvbaton.sim.tag_model import CONTEXT_TOKENS
@@ -18,6 +18,7 @@ from kvbaton.sim.tag_model import CONTEXT_TOKENS
 __all__ = ["make_vllm_script"]
 
 _WITHDRAWN = 0.08
+_CROWDED = 0.1
 _LAYERS = 3
 """As many as make stages of unequal sizes."""
 
@@ -26,8 +27,11 @@ def make_vllm_script(seed: int) -> Script:
     """The run of a seed."""
     rng = random.Random(f"vllm {seed}")
     script = make_engine_script(seed)
-    if rng.random() < _WITHDRAWN:
+    drawn = rng.random()
+    if drawn < _WITHDRAWN:
         return _withdrawn(rng, script)
+    if drawn < _WITHDRAWN + _CROWDED:
+        return _crowded(rng, script)
     if any(request.is_turned for request in script.requests):
         script = _with_room(script)
     caches = tuple(_with_vllm(rng, cache) for cache in script.caches)
@@ -55,6 +59,37 @@ def _with_room(script: Script) -> Script:
         for cache in script.caches
     )
     return msgspec.structs.replace(script, caches=caches)
+
+
+def _crowded(rng: random.Random, script: Script) -> Script:
+    """More prefills at once than a source has blocks for: it preempts some that it has begun to stream, and computes them anew.
+
+    Requests of its own take blocks one by one meanwhile, so that others soon have those of a prefill that was preempted.
+    """
+    caches = (
+        CacheScript(rng.choice((1, 2)), 2, rng.randint(20, 24), step_tokens=8, vllm=VllmScript(has_fence=rng.random() < 0.3)),
+        CacheScript(rng.choice((1, 2)), 2, 32, step_tokens=8),
+    )
+    requests = tuple(
+        RequestScript(
+            rng.uniform(0.0, 0.02), 0, 0, rng.randint(10, 14), 1, Mode.PUSH, prefix=rng.randrange(2), outputs=rng.randint(1, 4)
+        )
+        for _ in range(rng.randint(4, 7))
+    )
+    return msgspec.structs.replace(
+        script,
+        prefills=1,
+        decodes=1,
+        layers=rng.choice((1, 2)),
+        caches=caches,
+        loads=(LoadScript(0.0, "p0", 2, 22),) * rng.randint(1, 3),
+        requests=requests,
+        faults=(),
+        step_s=0.002,
+        move_s=rng.choice((0.002, 0.005)),
+        integrity=Integrity.OFF,
+        recomputes=False,
+    )
 
 
 def _withdrawn(rng: random.Random, script: Script) -> Script:

@@ -46,14 +46,14 @@ from dataclasses import dataclass, field
 
 from kvbaton.core.auth import NONCE_BYTES, TAG_BYTES, ClusterKey, Session, keys_of
 from kvbaton.errors import ProtocolError
+from kvbaton.wire.machine import THIS_MACHINE, Machine, StreamSocket
 from kvbaton.wire.metering import ThreadShare
 from kvbaton.wire.tls import ClusterTls, TlsError, TlsStream
 from kvbaton.wire.zmtp import Zmtp, ZmtpError, ZmtpLimits, ZmtpPartsError, ZmtpRefused, encode_error, encode_frame
 
-__all__ = ["Door", "DoorLimits", "EndCause", "PeerConnection", "listen_on"]
+__all__ = ["Door", "DoorLimits", "EndCause", "PeerConnection"]
 
 _NONCE = b"X-KVBaton-Nonce"
-_BACKLOG = 512
 _ACCEPTS_PER_TURN = 32
 _UNKNOWN_READ_BYTES = 16 * 1024
 _UNKNOWN_UNSENT_BYTES = 16 * 1024
@@ -155,7 +155,7 @@ class PeerConnection:
         "zmtp",
     )
 
-    def __init__(self, sock: socket.socket, name: str, zmtp: Zmtp, now: float, *, is_dialled: bool) -> None:
+    def __init__(self, sock: StreamSocket, name: str, zmtp: Zmtp, now: float, *, is_dialled: bool) -> None:
         self.sock = sock
         self.name = name
         self.zmtp = zmtp
@@ -190,20 +190,22 @@ class Door:
         tls: ClusterTls | None = None,
         on_open: Callable[[PeerConnection], None] = lambda _: None,
         refusal: Callable[[str], str] = lambda _: "",
-        clock: Callable[[], float] = time.monotonic,
+        machine: Machine = THIS_MACHINE,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self._limits = limits
+        self._machine = machine
         self._on_end, self._on_open, self._refusal = on_end, on_open, refusal
         self._key = key
         self._tls = tls
-        self._clock = clock
+        self._clock = clock = machine.now if clock is None else clock
         sealed = TAG_BYTES if key is not None else 0
         # With a key, all that an unknown peer has to send is a proof: a tag without content.
         self._frames = ZmtpLimits(limits.frame_bytes + sealed, limits.parts, sealed or limits.unknown_frame_bytes)
-        self._selector = selectors.DefaultSelector()
-        self._unknown_selector = selectors.DefaultSelector()
+        self._selector = machine.selector()
+        self._unknown_selector = machine.selector()
         self._selector.register(self._unknown_selector.fileno(), selectors.EVENT_READ, self)
-        self._listener: socket.socket | None = None
+        self._listener: StreamSocket | None = None
         self._accept_at: float | None = None
         self._unknown: OrderedDict[PeerConnection, None] = OrderedDict()
         self._dialling: OrderedDict[PeerConnection, None] = OrderedDict()
@@ -230,14 +232,14 @@ class Door:
         """Those that have authenticated, or were admitted."""
         return self._known.keys()
 
-    def listen(self, bound: socket.socket) -> None:
+    def listen(self, bound: StreamSocket) -> None:
         """Accept connections at a listening socket from now on; it belongs to the door."""
         self._listener = bound
         self._unknown_selector.register(bound, selectors.EVENT_READ)
 
     def dial(self, family: int, address: tuple[str | int, ...], name: str) -> PeerConnection:
         """Begin to connect. Raises OSError when that is impossible; what fails later goes to `on_end`."""
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock = self._machine.socket(family)
         try:
             _tune(sock)
             code = sock.connect_ex(address)
@@ -491,7 +493,7 @@ class Door:
             if self._share.is_spent():
                 return
 
-    def _accepted(self) -> tuple[socket.socket, tuple[str, int]]:
+    def _accepted(self) -> tuple[StreamSocket, tuple[str, int]]:
         if self._listener is None:
             raise BlockingIOError
         sock, address = self._listener.accept()
@@ -793,28 +795,11 @@ def _commands(connection: PeerConnection) -> tuple[bytes, bytes]:
     return (own, peer) if connection.is_dialled else (peer, own)
 
 
-def listen_on(host: str, port: int) -> socket.socket:
-    """A listening socket that does not block. Raises OSError or UnicodeError."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    bound = socket.socket(family, kind, protocol)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        bound.bind(address)
-        bound.listen(_BACKLOG)
-        bound.setblocking(False)
-    except OSError:
-        bound.close()
-        raise
-    return bound
-
-
 def _events(connection: PeerConnection) -> int:
     return selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.wants_write else 0)
 
 
-def _tune(sock: socket.socket) -> None:
+def _tune(sock: StreamSocket) -> None:
     """Small messages leave at once, and a host that is gone is noticed although the connection is idle."""
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -14,8 +14,9 @@ import pytest
 
 from kvbaton.launch.ports import PortPicker
 from kvbaton.wire import door, metering
-from kvbaton.wire.door import Door, DoorLimits, EndCause, PeerConnection, listen_on
+from kvbaton.wire.door import Door, DoorLimits, EndCause, PeerConnection
 from kvbaton.wire.log_limit import shown
+from kvbaton.wire.machine import listen_on
 from kvbaton.wire.zmtp import encode_frame
 from watching import wait_until
 from wire_peer import GREETING, READY, WirePeer, keyed_ready

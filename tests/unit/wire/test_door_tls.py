@@ -9,7 +9,8 @@ from contextlib import ExitStack
 import pytest
 
 from kvbaton.launch.ports import PortPicker
-from kvbaton.wire.door import Door, DoorLimits, EndCause, PeerConnection, listen_on
+from kvbaton.wire.door import Door, DoorLimits, EndCause, PeerConnection
+from kvbaton.wire.machine import listen_on
 from kvbaton.wire.tls import ClusterTls
 from tls_files import expired_files, other_tls, our_tls
 from watching import wait_until
