@@ -9,6 +9,7 @@ from kvbaton.core.timeline import Side
 from kvbaton.engines.vllm.computed_spans import ComputedSpans, SpanStep
 from kvbaton.engines.vllm.orders import ComputedChunk, SourceWithdraws, StepOrders
 from kvbaton.engines.vllm.rank_links import StepCleared, StepEnded
+from kvbaton.engines.vllm.reached_steps import ReachedSteps
 from kvbaton.engines.vllm.scheduler_half import Computing, SchedulerHalf
 from kvbaton.engines.vllm.worker_half import FollowerHalf, WorkerHalf, WorkerSource, WorkerTarget
 from kvbaton.sim.vllm_workers import VllmClasses
@@ -98,6 +99,14 @@ class _LastBlockCut(SchedulerHalf):
                 yield ComputedChunk(chunk.request_id, chunk.key, chunk.blocks, chunk.first_token, end)
 
 
+class _OtherRanksNotAwaited(ReachedSteps):
+    """Grants blocks as soon as the first rank has them, although another one may still compute into them."""
+
+    def when_reached(self, step: int, key: HandoffKey, call: Callable[[], None]) -> None:
+        del step, key
+        call()
+
+
 def vllm_plants() -> Iterator[tuple[str, str, str, VllmClasses]]:
     """Name, mistake, the rule that it breaks, and the classes that make it."""
     yield "vllm-sent-when-offered", "blocks freed before the source ended", "one outcome", VllmClasses(worker=_SentWhenOffered)
@@ -113,5 +122,7 @@ def vllm_plants() -> Iterator[tuple[str, str, str, VllmClasses]]:
     yield "vllm-blocks-of-an-earlier-step", "blocks of an earlier step announced last", "spurious failure", earlier
     kept = VllmClasses(scheduler=_PreemptedNotRetracted)
     yield "vllm-preempted-not-retracted", "old blocks of a preempted prefill kept", "foreign byte", kept
+    behind = VllmClasses(reached=_OtherRanksNotAwaited)
+    yield "vllm-other-ranks-not-awaited", "blocks granted while another rank may compute into them", "foreign byte", behind
     cut = VllmClasses(scheduler=_LastBlockCut)
     yield "vllm-last-block-cut", "tokens of a last block not announced", "spurious failure", cut

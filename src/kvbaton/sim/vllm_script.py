@@ -19,6 +19,7 @@ __all__ = ["make_vllm_script"]
 
 _WITHDRAWN = 0.08
 _CROWDED = 0.1
+_BEHIND = 0.08
 _LAYERS = 3
 """As many as make stages of unequal sizes."""
 
@@ -32,6 +33,8 @@ def make_vllm_script(seed: int) -> Script:
         return _withdrawn(rng, script)
     if drawn < _WITHDRAWN + _CROWDED:
         return _crowded(rng, script)
+    if drawn < _WITHDRAWN + _CROWDED + _BEHIND:
+        return _behind(rng, script)
     if any(request.is_turned for request in script.requests):
         script = _with_room(script)
     caches = tuple(_with_vllm(rng, cache) for cache in script.caches)
@@ -87,6 +90,37 @@ def _crowded(rng: random.Random, script: Script) -> Script:
         faults=(),
         step_s=0.002,
         move_s=rng.choice((0.002, 0.005)),
+        integrity=Integrity.OFF,
+        recomputes=False,
+    )
+
+
+def _behind(rng: random.Random, script: Script) -> Script:
+    """A target gives blocks of a request that has ended to the next one, while one of its ranks still computes that step."""
+    caches = (
+        CacheScript(rng.choice((1, 2)), 2, 48, step_tokens=8),
+        CacheScript(2, 2, rng.randint(18, 24), step_tokens=8, vllm=VllmScript(is_async=True, has_fence=False)),
+    )
+    requests = tuple(
+        RequestScript(0.01 * number + rng.uniform(0.0, 0.01), 0, 0, rng.randint(6, 14), 1, Mode.PUSH, outputs=rng.randint(1, 3))
+        for number in range(rng.randint(7, 10))
+    )
+    loads = tuple(
+        LoadScript(0.015 * number + rng.uniform(0.0, 0.01), "d0", rng.randint(2, 8), rng.randint(2, 6))
+        for number in range(rng.randint(8, 14))
+    )
+    return msgspec.structs.replace(
+        script,
+        prefills=1,
+        decodes=1,
+        layers=1,
+        caches=caches,
+        loads=loads,
+        requests=requests,
+        faults=(),
+        step_s=0.01,
+        move_s=0.0002,
+        rank_lag_s=0.0005,
         integrity=Integrity.OFF,
         recomputes=False,
     )

@@ -54,6 +54,7 @@ class VllmClasses:
     worker: type[WorkerHalf] = WorkerHalf
     follower: type[FollowerHalf] = FollowerHalf
     spans: type[ComputedSpans] = ComputedSpans
+    reached: type[ReachedSteps] = ReachedSteps
 
 
 VLLM = VllmClasses()
@@ -172,7 +173,7 @@ class VllmWorkers:
         layouts = [shape.layout(rank) for rank in range(shape.ranks)]
         holders = {layer: self._tp for layout in layouts for layer in layout.layers}
         self.spans = classes.spans(port, holders, lambda lists: lists)
-        self.reached = ReachedSteps(range(1, shape.ranks))
+        self.reached = classes.reached(range(1, shape.ranks))
         self._links = self._connect(lag_s, classes, clock)
         self._links.listen(partial(take_from_rank, self.spans, self.reached))
         self.half = classes.worker(
