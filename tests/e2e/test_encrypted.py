@@ -121,6 +121,12 @@ def _loads(up: Up, certificates: Path, counted: str = "certificate_loads") -> li
     return [int(float(*counts)) for counts in found]
 
 
+def _have_taken(up: Up, certificates: Path, changes: int) -> bool:
+    """Whether router, prefill and decode have taken so many changes."""
+    loads = _loads(up, certificates)
+    return len(loads) == 3 and min(loads) >= changes
+
+
 def _rotate_under_load(up: Up, certificates: Path) -> None:
     """Another authority, certificates of it, and the old one ended, while requests go on: none fails."""
     failed: list[str] = []
@@ -139,11 +145,11 @@ def _rotate_under_load(up: Up, certificates: Path) -> None:
         shutil.copytree(certificates, old)
         # Each step waits until all have taken the one before it, as docs/security.md says.
         make_certificate(certificates, new_authority=True)
-        wait_until(lambda: min(_loads(up, certificates)) >= 2, "all believe the new authority", 30)
+        wait_until(lambda: _have_taken(up, certificates, 2), "all believe the new authority", 30)
         make_certificate(certificates)
-        wait_until(lambda: min(_loads(up, certificates)) >= 3, "all show certificates of the new authority", 30)
+        wait_until(lambda: _have_taken(up, certificates, 3), "all show certificates of the new authority", 30)
         _replace(certificates / "ca.crt", (certificates / "authority" / "ca.crt").read_bytes())
-        wait_until(lambda: min(_loads(up, certificates)) >= 4, "none believes the old authority", 30)
+        wait_until(lambda: _have_taken(up, certificates, 4), "none believes the old authority", 30)
         instance = up.client.get("/instances").document["live"][0]["http_address"]
         assert _is_served(instance, certificates)
         assert not _is_served(instance, old)

@@ -132,11 +132,28 @@ def test_a_socket_that_is_closed_unread_resets_its_connection() -> None:
     rig = Rig()
     near, far = rig.connected()
     near.send(b"unread")
+    far.send(b"has arrived")
     rig.pass_s(0.1)
+    far.send(b"on its way")
     far.close()
     rig.pass_s(0.1)
+    assert near.recv(100) == b"has arrived"
+    with pytest.raises(ConnectionResetError):
+        near.recv(100)
     with pytest.raises(ConnectionResetError):
         near.send(b"more")
+
+
+def test_a_dial_whose_answer_is_held_up_is_not_accepted_and_ends_with_its_dialler() -> None:
+    rig = Rig()
+    rig.network.link("p0", "d0").cut_until = rig.world.now + 0.5
+    near = rig.dialled()
+    rig.pass_s(0.3)
+    assert not rig.listener.backlog
+    near.close()
+    rig.pass_s(5)
+    assert not rig.listener.backlog
+    assert list(rig.p0.sockets) == [rig.listener]
 
 
 def test_a_peer_that_does_not_read_fills_the_window() -> None:

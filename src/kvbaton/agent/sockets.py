@@ -50,7 +50,7 @@ from kvbaton.wire.log_limit import LogLimit, shown
 from kvbaton.wire.machine import THIS_MACHINE, Machine, StreamSocket
 from kvbaton.wire.tls import cluster_tls
 
-__all__ = ["ControlSockets", "Dropped"]
+__all__ = ["ControlSockets", "Dropped", "control_limits"]
 
 log = logging.getLogger(__name__)
 
@@ -130,6 +130,12 @@ class _Dialled:
         return self.incarnation is not None
 
 
+def control_limits(beat_s: float) -> DoorLimits:
+    """What the connections of a coordinator may cost, whose heartbeats have this interval."""
+    unacknowledged_s = max(beat_s, _LEAST_UNACKNOWLEDGED_S)
+    return DoorLimits(frame_bytes=MAX_FRAME_BYTES, unknown_frame_bytes=MAX_FRAME_BYTES, unacknowledged_s=unacknowledged_s)
+
+
 class ControlSockets:
     """All sockets of one coordinator. Raises ConfigError when `trust` or the system forbids to listen there.
 
@@ -158,11 +164,7 @@ class ControlSockets:
         self.address = ControlAddress.of(host, port)
         bound = _bind(machine, host, port)
         self._tls = cluster_tls(self.trust.tls_dir)
-        self._limits = limits or DoorLimits(
-            frame_bytes=MAX_FRAME_BYTES,
-            unknown_frame_bytes=MAX_FRAME_BYTES,
-            unacknowledged_s=max(beat_s, _LEAST_UNACKNOWLEDGED_S),
-        )
+        self._limits = limits or control_limits(beat_s)
         self._door = Door(
             self._limits,
             self._on_end,
@@ -208,6 +210,7 @@ class ControlSockets:
 
     def hang_up(self, address: ControlAddress) -> None:
         """Dial `address` no longer, unless a peer of ours has answered there: the requests that needed it are over."""
+        # Apart from what is hung up after a refusal: the simulator looks at the calls of the logic.
         self._hang_up_unproven(address)
 
     def _hang_up_unproven(self, address: ControlAddress) -> None:
@@ -260,7 +263,7 @@ class ControlSockets:
             self._door.flush()
             return True
         self._door.watch([self._lookups.fd, *wakeups])
-        return self._door.wait(min(timeout_s, self._reconnect()))
+        return self._door.wait(timeout_s, self._reconnect)
 
     def receive(self) -> Iterator[tuple[Envelope, ControlAddress | None]]:
         """Read what has arrived, so many frames per connection; what is no message of a peer is dropped and counted.

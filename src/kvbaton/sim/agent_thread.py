@@ -24,6 +24,10 @@ _ENGINE_S = 5e-4
 """How long an engine needs at most to notice that it was woken."""
 
 
+_FAILED_S = 0.05
+"""How long the thread waits where its wait has failed."""
+
+
 class ThreadBell:
     """Wakes the thread instead of a file descriptor."""
 
@@ -64,10 +68,12 @@ class SimDriver(Driver):
         """What decides."""
         return self._coordinator
 
-    def take_turn(self) -> float:
-        """What the thread does between two waits; for how long it may wait then."""
+    def take_turn(self, rest: Callable[[float], float]) -> float:
+        """What the thread does between two waits, and what the control sockets do then; for how long it may wait."""
         self._guarded(self._turn)
-        return self._timeout_s()
+        waits_s: list[float] = []
+        self._guarded(lambda: waits_s.append(rest(self._timeout_s())))
+        return min(waits_s, default=_FAILED_S)
 
 
 class AgentThread:
@@ -112,6 +118,6 @@ class AgentThread:
         if now < self.paused_until:
             self._have_turn(self.paused_until)
             return
-        wait_s = self.rest(self.driver.take_turn())
+        wait_s = self.driver.take_turn(self.rest)
         self._on_turn()
         self._have_turn(now + max(wait_s / self._process.clock.rate, 1e-6))

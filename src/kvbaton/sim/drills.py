@@ -21,8 +21,10 @@ from kvbaton.transport.base import LateWrites
 __all__ = ["CORNERS", "DRILLS", "EDGES", "SCENES", "drill_of_seed", "script_of_seed"]
 
 _FLOW_S = 0.05
-_STRAY_FRAMES = frozenset({FaultKind.REPLAY, FaultKind.TWIN, FaultKind.BAD_GRANT, FaultKind.STRAY})
 """About how long an undisturbed flow takes when its target has the request."""
+
+_STRAY_FRAMES = frozenset({FaultKind.REPLAY, FaultKind.TWIN, FaultKind.BAD_GRANT, FaultKind.STRAY})
+"""Faults that make frames of their own."""
 
 Drill = Callable[[random.Random], Script]
 

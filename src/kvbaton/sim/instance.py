@@ -662,6 +662,11 @@ class SimInstance:
         self.unanswered.discard(address.host)
         self.cluster.watch.was_refused(self.process.name, address.host)
 
+    def on_late_dial(self, address: ControlAddress, wait_s: float) -> None:
+        """Messages wait for an address to be dialled again, and the agent's thread would wait for longer."""
+        detail = f"{self.process.name}: {address} is to be dialled again before the {wait_s:.3f} s are over that are waited for"
+        self.cluster.world.find("alarm", detail)
+
     def _on_message(self, envelope: Envelope, sender_address: str) -> None:
         self.on_receive(envelope, sender_address)
         via = _address_of(sender_address) if sender_address in self.dialled else None

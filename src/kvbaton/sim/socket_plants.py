@@ -27,6 +27,14 @@ class _NotDialledAgain(WatchedSockets):
                 dialled.retry_at = math.inf
 
 
+class _DialledAgainByChance(WatchedSockets):
+    """Dials again only when something else wakes the thread."""
+
+    def _reconnect(self) -> float:
+        super()._reconnect()
+        return math.inf
+
+
 class _FirstFramesForgotten(WatchedSockets):
     """Forgets what has waited for a connection to open."""
 
@@ -55,5 +63,6 @@ class _FirstRouteKept(WatchedSockets):
 def socket_plants() -> Iterator[tuple[str, str, str, type[WatchedSockets]]]:
     """Name, mistake, the rule that it breaks, and the class that makes it."""
     yield "not-dialled-again", "an address dialled once, and never again", "heals", _NotDialledAgain
+    yield "dialled-again-by-chance", "no alarm for the next dial", "alarm", _DialledAgainByChance
     yield "first-frames-forgotten", "what waited for a connection not sent when it opens", "prompt", _FirstFramesForgotten
     yield "first-route-kept", "a peer answered over a connection that has ended", "spurious failure", _FirstRouteKept

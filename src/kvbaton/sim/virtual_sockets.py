@@ -3,7 +3,7 @@
 A connection delivers what was sent whole and in order, or ends. What a link loses, or a cut holds up, is sent again after a
 while that doubles each time, as the system does; until then the connection is silent, and nothing is acknowledged. The sockets
 of a process that dies are closed by its system. Each direction has its own faults: those of `Network`, which carries frames in
-the other runs.
+the other runs; that something arrives twice does nothing here.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class VirtualSocket:
         machine.sockets[self] = None
 
     def fileno(self) -> int:
-        return self._number
+        return -1 if self.is_closed else self._number
 
     def setblocking(self, flag: bool, /) -> None:
         """It never blocks."""
@@ -131,18 +131,36 @@ class VirtualSocket:
     def _ask(self, host: str) -> None:
         """The first segment has arrived: what listens there answers, or the system refuses."""
         listener = self._wires.listeners.get(host)
-        answer = partial(self._finish, errno.ECONNREFUSED)
+        answer = self._refuse
         if listener is not None and not self.is_closed:
-            accepted = VirtualSocket(listener.machine)
-            self.peer, accepted.peer, accepted.is_connected = accepted, self, True
-            listener.backlog.append(accepted)
-            listener.machine.wake()
-            answer = partial(self._finish, 0)
+            self.peer = VirtualSocket(listener.machine)
+            self.peer.peer = self
+            answer = partial(self._open, listener, self.peer)
         self._wires.carry(host, self.machine.address, answer)
 
-    def _finish(self, error: int) -> None:
-        self._error, self.is_connected = error, not error
+    def _refuse(self) -> None:
+        self._error = errno.ECONNREFUSED
+        self.machine.wake()
+
+    def _open(self, listener: VirtualSocket, far_end: VirtualSocket) -> None:
+        """The answer has come: this end is open, and the other one when that is acknowledged."""
+        if self.is_closed:
+            far_end.close()
+            return
+        self.is_connected = True
         self._acknowledged_at = self._wires.world.now
+        self.machine.wake()
+        self._wires.carry(self.machine.address, self.far, partial(listener.queue, far_end))
+
+    def queue(self, opened: VirtualSocket) -> None:
+        """Let a connection wait to be accepted."""
+        if opened.is_closed or self.is_closed:
+            opened.close()
+            if opened.peer is not None:
+                self._wires.carry(self.machine.address, opened.far, opened.peer.reset)
+            return
+        opened.is_connected = True
+        self.backlog.append(opened)
         self.machine.wake()
 
     def accept(self) -> tuple[VirtualSocket, Any]:
@@ -157,10 +175,13 @@ class VirtualSocket:
         return "" if self.peer is None else self.peer.machine.address
 
     def recv(self, bufsize: int, /) -> bytes:
+        if self.is_closed:
+            raise OSError(errno.EBADF, "Bad file descriptor")
         if self.incoming:
+            was_full = self.peer is not None and self.peer.room <= 0
             data = bytes(self.incoming[:bufsize])
             del self.incoming[:bufsize]
-            if self.peer is not None:
+            if was_full and self.peer is not None:
                 self.peer.machine.wake()
             return data
         if self._error:
@@ -170,23 +191,24 @@ class VirtualSocket:
         raise BlockingIOError
 
     def send(self, data: bytes | bytearray, /) -> int:
-        if self._error or self.is_closed:
+        if self.is_closed:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        if self._error:
             raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
-        room = self._room
+        room = self.room
         if room <= 0:
             raise BlockingIOError
         self._transmit(bytes(data[:room]))
         return min(room, len(data))
 
     @property
-    def _room(self) -> int:
+    def room(self) -> int:
+        """How much may be sent before the other end has read something."""
         unread = len(self.peer.incoming) if self.peer is not None else 0
         return _WINDOW_BYTES - unread - sum(len(segment.data) for segment in self._on_way)
 
     def _transmit(self, data: bytes) -> None:
         segment = _TcpSegment(self._wires.corrupted(self.machine.address, self.far, data) if data else data)
-        if not self._unacknowledged:
-            self._acknowledged_at = self._wires.world.now
         self._on_way.append(segment)
         self._unacknowledged += 1
         self._wires.carry(self.machine.address, self.far, partial(self._arrived, segment))
@@ -200,22 +222,30 @@ class VirtualSocket:
             if peer is None or peer.is_closed:
                 self._wires.carry(self.far, self.machine.address, self.reset)
                 return
-            if taken.data:
-                peer.incoming += taken.data
-            else:
-                peer.has_ended = True
-            peer.machine.wake()
+            if not peer.has_failed:
+                peer.take(taken.data)
         self._wires.carry(self.far, self.machine.address, self._acknowledge)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the connection was refused or reset: nothing arrives any more."""
+        return self._error != 0
+
+    def take(self, data: bytes) -> None:
+        """Let something arrive; nothing is the end of the stream."""
+        self.incoming += data
+        self.has_ended = self.has_ended or not data
+        self._acknowledged_at = self._wires.world.now  # what comes acknowledges, too
+        self.machine.wake()
 
     def _acknowledge(self) -> None:
         self._unacknowledged -= 1
         self._acknowledged_at = self._wires.world.now
 
     def reset(self) -> None:
-        """The far system has no such connection any more: what has not been read of it is lost."""
+        """The far system has no such connection any more: what has arrived can be read, and no more comes."""
         if not self.is_closed:
             self._error = errno.ECONNRESET
-            self.incoming.clear()
             self.machine.wake()
 
     def shutdown(self, _how: int, /) -> None:
@@ -228,7 +258,8 @@ class VirtualSocket:
             return
         if self.is_connected and not self._error:
             if self.incoming and self.peer is not None:
-                # With something unread, the system resets the connection.
+                # With something unread, the system resets the connection; what is on its way comes too late.
+                self._on_way.clear()
                 self._wires.carry(self.machine.address, self.far, self.peer.reset)
             else:
                 self.shutdown(socket.SHUT_WR)
@@ -243,7 +274,7 @@ class VirtualSocket:
         """What it is ready for."""
         # What overtakes the answer that opens the connection waits for it.
         is_readable = bool(self.backlog or self._error or (self.is_connected and (self.incoming or self.has_ended)))
-        is_writable = bool(self._error or (self.is_connected and self._room > 0))
+        is_writable = bool(self._error or (self.is_connected and self.room > 0))
         return (selectors.EVENT_READ if is_readable else 0) | (selectors.EVENT_WRITE if is_writable else 0)
 
 
@@ -261,6 +292,8 @@ class _VirtualSelector:
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
         number = _number(fileobj)
+        if number < 0:
+            raise ValueError(f"{fileobj!r} is closed")
         if number in self._keys:
             raise KeyError(f"{fileobj!r} is registered already")
         key = self._keys[number] = selectors.SelectorKey(fileobj, number, events, data)
@@ -337,6 +370,8 @@ class VirtualMachine:
 
     def listen(self, host: str, port: int) -> VirtualSocket:
         del port
+        if host in self.wires.listeners:
+            raise OSError(errno.EADDRINUSE, "Address already in use")
         listener = self.wires.listeners[host] = VirtualSocket(self)
         return listener
 

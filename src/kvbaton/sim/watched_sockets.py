@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Protocol
 
-from kvbaton.agent.sockets import ControlSockets
+from kvbaton.agent.sockets import ControlSockets, control_limits
 from kvbaton.config import Trust
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import ProcessId
 from kvbaton.core.handoff import Incarnation
-from kvbaton.core.messages import MAX_FRAME_BYTES, Envelope, Message
+from kvbaton.core.messages import Envelope, Message
 from kvbaton.sim.virtual_sockets import VirtualMachine
-from kvbaton.wire.door import DoorLimits
 
 __all__ = ["SocketsWatch", "WatchedSockets"]
 
 _TRUST = Trust(key=b"the cluster key of every run")
-_LEAST_UNACKNOWLEDGED_S = 1.0
+_CONNECTIONS = 64
+_SMALL_S = 1e-6
 
 
 class SocketsWatch(Protocol):
@@ -34,6 +35,9 @@ class SocketsWatch(Protocol):
 
     def on_refusal(self, address: ControlAddress) -> None:
         """What answers at an address turned out to be no peer."""
+
+    def on_late_dial(self, address: ControlAddress, wait_s: float) -> None:
+        """Messages wait for an address to be dialled again, and the thread would wait for longer."""
 
     def check_hang_up(self, address: ControlAddress) -> None:
         """An address is dialled no longer."""
@@ -57,13 +61,8 @@ class WatchedSockets(ControlSockets):
         self._watch = watch
         self._virtual = machine
         # Unknown peers have all of the thread: how much they use of it is no virtual time.
-        limits = DoorLimits(
-            connections=64,
-            frame_bytes=MAX_FRAME_BYTES,
-            unknown_frame_bytes=MAX_FRAME_BYTES,
-            messages_per_turn=self.frames_per_turn,
-            unknown_share=1.0,
-            unacknowledged_s=max(beat_s, _LEAST_UNACKNOWLEDGED_S),
+        limits = replace(
+            control_limits(beat_s), connections=_CONNECTIONS, messages_per_turn=self.frames_per_turn, unknown_share=1.0
         )
         super().__init__(me, machine.address, 1, _TRUST, limits, beat_s=beat_s, machine=machine)
 
@@ -98,5 +97,10 @@ class WatchedSockets(ControlSockets):
 
     def rest(self, timeout_s: float) -> float:
         """What was sent leaves; for how long the thread may wait then, if nothing wakes it."""
-        is_ready = super().wait(timeout_s, [])
-        return 0.0 if is_ready else self._virtual.wait_s
+        if super().wait(timeout_s, []):
+            return 0.0
+        wait_s = self._virtual.wait_s
+        for address, dialled in self._dialled.items():
+            if dialled.frames and dialled.connection is None and self._clock() + wait_s > dialled.retry_at + _SMALL_S:
+                self._watch.on_late_dial(address, wait_s)
+        return wait_s

@@ -44,7 +44,7 @@ RULES: dict[str, str] = {
     "taken": "what a message states about the grant in hand counts as soon as it has arrived, and a question is answered",
     "left alone": "a message about another grant, generation or peer changes nothing",
     "counts agree": "what is counted of a hand-off agrees with what is listed of it",
-    "alarm": "for every deadline of a hand-off an alarm is set",
+    "alarm": "for every deadline of a hand-off, and every dial that is to be repeated, an alarm is set",
     "fenced everywhere": "a fence counts when every rank has it, for what was granted before it, and for nothing else",
     "weakest fence": "no memory is registered anew where it is enough to fence one peer",
     "nothing kept": "without hand-offs, nothing is remembered but what is bounded",

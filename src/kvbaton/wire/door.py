@@ -33,6 +33,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno
+import math
 import os
 import resource
 import secrets
@@ -178,7 +179,8 @@ class PeerConnection:
 class Door:
     """All connections of one thread. `on_open` is called when a dialled one may be used, `on_end` once for each that has ended.
 
-    `refusal` states why an IP address is not let in at all, or returns an empty text.
+    `refusal` states why an IP address is not let in at all, or returns an empty text. Deadlines are those of `clock`, by
+    default of the machine.
     """
 
     def __init__(
@@ -270,16 +272,18 @@ class Door:
                 self._selector.register(fd, selectors.EVENT_READ)
         self._watched = list(fds)
 
-    def wait(self, timeout_s: float) -> bool:
+    def wait(self, timeout_s: float, due_s: Callable[[], float] = lambda: math.inf) -> bool:
         """Send what is queued, then wait until there is something to receive, or a watched descriptor is readable.
 
-        Returns whether there is; connections that are due to end are ended here.
+        Returns whether there is. Connections that are due to end are ended here; then `due_s` is called, for how long the owner
+        has nothing to do: it may have to dial again.
         """
         self.flush()
         # As of the last time that everything readable was read: after a pause of this thread, what has arrived meanwhile was
         # in time, and must be read before its sender is ended for silence.
         self._end_late(self._now)
-        self._ready = self._selector.select(max(0.0, min(timeout_s, self._due_s(self._clock()))))
+        timeout_s = min(timeout_s, due_s(), self._due_s(self._clock()))
+        self._ready = self._selector.select(max(0.0, timeout_s))
         self._now = self._clock()
         return bool(self._ready)
 
@@ -394,9 +398,10 @@ class Door:
             due = min(due, next(iter(self._dialling)).since + self._limits.handshake_s - now)
         if self._ending:
             due = min(due, next(iter(self._ending.values())) - now)
-        for pause in (self._resume_at, self._accept_at):
-            if pause is not None:
-                due = min(due, pause - time.monotonic())
+        if self._resume_at is not None:
+            due = min(due, self._resume_at - time.monotonic())
+        if self._accept_at is not None:
+            due = min(due, self._accept_at - self._machine.now())
         return due
 
     def _end_late(self, now: float) -> None:
@@ -414,7 +419,7 @@ class Door:
         if self._resume_at is not None and self._resume_at <= time.monotonic():
             self._resume_at = None
             self._selector.register(self._unknown_selector.fileno(), selectors.EVENT_READ, self)
-        if self._accept_at is not None and self._accept_at <= time.monotonic() and self._listener is not None:
+        if self._accept_at is not None and self._accept_at <= self._machine.now() and self._listener is not None:
             self._accept_at = None
             self._unknown_selector.register(self._listener, selectors.EVENT_READ)
 
@@ -516,7 +521,7 @@ class Door:
         """Take the listening socket out of the selector for a moment: it would keep the thread busy with nothing."""
         if self._listener is not None and self._accept_at is None:
             self._unknown_selector.unregister(self._listener)
-            self._accept_at = time.monotonic() + _ACCEPT_PAUSE_S
+            self._accept_at = self._machine.now() + _ACCEPT_PAUSE_S
 
     # Bytes in.
 
