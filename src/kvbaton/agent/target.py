@@ -736,7 +736,8 @@ class TargetSide:
     def on_aux(self, sender: Incarnation, message: AuxSent) -> None:
         """The aux record is in, or lies where we can fetch it."""
         record = self._answered(sender, message.key, message.grant)
-        if record is None:
+        if record is None or record.state in _CLOSING:
+            # What is ending takes no slot for a record that nothing needs, and asks for none again: its Stop is under way.
             self.late_total["aux"] += 1
         elif message.aux is not None:
             record.aux = message.aux

@@ -314,8 +314,9 @@ def _target() -> TargetTable:
         (state.GRANTED, event.ANNOUNCED): Row(state.FILLING, (effect.MOVE_SPANS,)),
         (state.FILLING, event.ANNOUNCED): Row(state.FILLING, (effect.MOVE_SPANS,)),
         # The source was preempted. Reads of the old generation end in the same blocks as those of the new one: nothing new is
-        # moved in CLEARING, whatever is announced, until QUIET. In GRANTED nothing was announced yet: there is nothing to drop.
-        (state.GRANTED, event.RETRACTED): Row(state.GRANTED),
+        # moved in CLEARING, whatever is announced, until QUIET. In GRANTED nothing is moved yet; but `Prefilled` may have
+        # overtaken the announcements, and how many spans it counted is void, too.
+        (state.GRANTED, event.RETRACTED): Row(state.GRANTED, (effect.DROP_SPANS,)),
         (state.FILLING, event.RETRACTED): Row(state.CLEARING, (effect.DROP_SPANS, effect.STOP_COPY)),
         (state.CONFIRMING, event.RETRACTED): Row(state.CLEARING, (effect.DROP_SPANS, effect.STOP_COPY)),
         (state.CLEARING, event.RETRACTED): Row(state.CLEARING, (effect.DROP_SPANS,)),

@@ -16,7 +16,8 @@ from kvbaton.config import HandoffSettings
 from kvbaton.core.aux_area import AuxArea, AuxPointer
 from kvbaton.core.card import Card, RankCard
 from kvbaton.core.handoff import Aux, AuxChannel, Mode
-from kvbaton.core.messages import AuxSent, Grant
+from kvbaton.core.lifecycle import TargetState
+from kvbaton.core.messages import AuxSent, Grant, Stop
 from kvbaton.transport.faulty import Faults
 
 KEY = key_of("k")
@@ -172,6 +173,20 @@ def test_a_pointer_that_comes_again_is_followed_once_and_not_at_all_after_the_re
     two.read("the link broke")
     assert two.delivered() == [AUX]
     assert two.fallbacks() == {"not read": 1}
+
+
+@pytest.mark.parametrize("pointer", [AuxPointer(1000, 50, 1), BAD[0]], ids=["good", "bad"])
+def test_a_pointer_to_the_record_of_what_is_ending_is_not_followed_nor_asked_for_again(pointer: AuxPointer) -> None:
+    two = Two()
+    two.net.loses = lambda message: isinstance(message, AuxSent)
+    two.start()
+    two.target.coordinator.cancel(KEY)
+    assert two.target.coordinator.target.live[KEY].state is TargetState.STOPPING
+    two.target.coordinator.target.on_aux(two.source.card.incarnation, AuxSent(KEY, 1, None, pointer))
+    assert two.target.ranks.aux_reads == []
+    assert two.slots()[1] == 0
+    assert isinstance(two.target.sent[-1], Stop), "a grant that follows its stop asks for what is over"
+    assert two.fallbacks() == {}
 
 
 # Over real sockets and real memory.

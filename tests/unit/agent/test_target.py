@@ -274,6 +274,18 @@ def test_a_retraction_before_the_first_announcement_leaves_it_granted(rig: Rig) 
     assert rig.ranks.moves
 
 
+def test_a_count_of_spans_that_overtook_their_announcements_is_void_with_its_generation(rig: Rig) -> None:
+    rig.grant()
+    rig.finish_prefill(count=1)
+    assert rig.state() is TargetState.GRANTED
+    rig.side.on_retracted(S1, Retracted(KEY, 1, 2))
+    rig.announce(0, 1, 2, generation=2)
+    rig.finish_prefill(generation=2)
+    rig.ranks.finish_all()
+    assert rig.take_events() == []
+    assert rig.sent(ConfirmAsk) == [ConfirmAsk(KEY, 1, 2)]
+
+
 @pytest.mark.parametrize("at", [TargetState.FILLING, TargetState.CONFIRMING])
 def test_the_end_of_the_prefill_again_and_again_renews_no_deadline(rig: Rig, at: TargetState) -> None:
     if at is TargetState.CONFIRMING:
