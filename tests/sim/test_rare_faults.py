@@ -22,14 +22,15 @@ from scenario import (
 )
 
 from kvbaton.core.auth import Session
-from kvbaton.core.handoff import Integrity, Mode
+from kvbaton.core.handoff import Integrity, Mode, Outcome
+from kvbaton.sim.contradictions import Contradiction
 from kvbaton.sim.engine import SourceEngine
 from kvbaton.sim.exhaustive import flow_script
 from kvbaton.sim.instance import Bugs
 from kvbaton.sim.memory import RankMemory, TaggedCell
 from kvbaton.sim.rank_processes import RankProcess
 from kvbaton.sim.run import LIMITS, Run
-from kvbaton.sim.script import Fault, FaultKind, Script
+from kvbaton.sim.script import Fault, FaultKind, RequestScript, Script
 from kvbaton.sim.world import World
 from kvbaton.transport.base import LateWrites
 
@@ -188,3 +189,35 @@ def test_bytes_announced_before_they_are_visible(integrity: Integrity, late_s: f
     assert ("foreign byte" in story.rules) is served
     if not served:
         assert story.said("checksum of span")
+
+
+def _beside(flow: Flow) -> tuple[RequestScript, ...]:
+    """One request of each of two sources, to one target."""
+    return tuple(request(flow, prefill=number, chunk=1) for number in range(2))
+
+
+@every_flow
+@pytest.mark.parametrize("kind", list(Contradiction), ids=str)
+def test_a_source_contradicts_itself(kind: Contradiction, flow: Flow) -> None:
+    """A target cannot know which of two statements is true: it delivers nothing, and what others hand over goes on."""
+    wrong = Fault(FaultKind.STRAY, 0.0, who="p0", other="contradiction", number=int(kind), is_whole=True)
+    story = play(make(flow, *_beside(flow), faults=[wrong], prefills=2, integrity=Integrity.FULL))
+    assert not story.rules, story.result.violations
+    assert story.ends[1] == BOTH_DELIVERED
+    assert Outcome.DELIVERED not in story.ends[0]
+    assert story.said("d0", "TargetEnded", "transfer_id='t0.")
+    assert story.back("d0") < LIMITS.queue_timeout + HOLD_S + _fence_s(flow) + NORMAL_S, "the cap, where it only waits"
+    control = play(make(flow, *_beside(flow), prefills=2, integrity=Integrity.FULL))
+    assert control.ends == [BOTH_DELIVERED, BOTH_DELIVERED]
+
+
+@every_flow
+def test_what_answers_at_an_address_is_no_peer(flow: Flow) -> None:
+    """A request for it fails at once and by name; what others hand over goes on."""
+    foreign = Fault(FaultKind.STRAY, 0.0, who="p1", other="no peer", is_whole=True)
+    story = play(make(flow, *_beside(flow), faults=[foreign], prefills=2))
+    assert not story.rules, story.result.violations
+    assert story.ends[0] == BOTH_DELIVERED
+    assert story.ends[1][1] is Outcome.FAILED
+    (ended,) = story.times("d0", "TargetEnded", "transfer_id='t1.")
+    assert ended < NORMAL_S

@@ -83,7 +83,7 @@ NEAR = {
     "late-grant": 15,
     "released-by-an-earlier-grant": 11,
     "not-renewed-while-queued": 251,
-    "release-left-to-heartbeats": 8,
+    "release-left-to-heartbeats": 21,
     "epoch-not-checked": 7,
     "freed-before-acknowledgement": 7,
     "completion-counted-twice": 1,

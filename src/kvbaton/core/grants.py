@@ -72,8 +72,9 @@ class GrantWindow:
 class GrantWindows:
     """One window per peer incarnation; beyond `limit` peers the one that sent no grant for longest is forgotten."""
 
-    def __init__(self, limit: int = 1024, reach: int = REACH) -> None:
+    def __init__(self, limit: int = 1024, reach: int = REACH, size: int = _WINDOW) -> None:
         self.reach = reach
+        self._size = size
         self._windows: BoundedMap[Incarnation, GrantWindow] = BoundedMap(limit)
 
     def __len__(self) -> int:
@@ -83,7 +84,7 @@ class GrantWindows:
         """Use `number` of `peer` up; false when it was used before, is too old to know, or is too far ahead."""
         window = self._windows.get(peer)
         if window is None:
-            window = self._windows[peer] = GrantWindow(reach=self.reach)
+            window = self._windows[peer] = GrantWindow(self._size, self.reach)
         self._windows.touch(peer)
         return window.use(number)
 

@@ -1,32 +1,34 @@
 """Drills: small runs built round one kind of trouble, only its timing left to chance. Random runs meet these too rarely.
 
-The run of two seeds in three is a drill. They are in four lists, of which two have every fourth seed and the others every
-eighth: one that is added to a list changes the runs of that list only.
+The run of two seeds in three is a drill. They are in five lists, of which two have every fourth seed, two every eighth, and
+`PEERS` every 32nd: one that is added to a list changes the runs of that list only.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import msgspec
 
 from kvbaton.core.handoff import AuxChannel, Integrity, Mode
+from kvbaton.sim.drill_stage import Drill
+from kvbaton.sim.drill_stage import make_request as _request
+from kvbaton.sim.drill_stage import make_stage as _stage
+from kvbaton.sim.drill_stage import moving_between as _moving
 from kvbaton.sim.engine_script import make_engine_script
 from kvbaton.sim.exhaustive import FLOWS, flow_script, single_faults
-from kvbaton.sim.script import Fault, FaultKind, RequestScript, Script, make_script
+from kvbaton.sim.peer_drills import PEERS
+from kvbaton.sim.script import Fault, FaultKind, Script, make_script
 from kvbaton.sim.vllm_script import make_vllm_script
 from kvbaton.transport.base import LateWrites
 
-__all__ = ["CORNERS", "DRILLS", "EDGES", "SCENES", "drill_of_seed", "script_of_seed"]
+__all__ = ["CORNERS", "DRILLS", "EDGES", "PEERS", "SCENES", "drill_of_seed", "script_of_seed"]
 
 _FLOW_S = 0.05
 """About how long an undisturbed flow takes when its target has the request."""
 
 _STRAY_FRAMES = frozenset({FaultKind.REPLAY, FaultKind.TWIN, FaultKind.BAD_GRANT, FaultKind.STRAY})
 """Faults that make frames of their own."""
-
-Drill = Callable[[random.Random], Script]
 
 
 def script_of_seed(seed: int) -> Script:
@@ -82,45 +84,11 @@ def _has_vllm(seed: int) -> bool:
 
 
 def _drills_of(seed: int) -> tuple[Drill, ...]:
+    if seed % 32 == 8:
+        return PEERS
     if seed % 8 == 4:
         return CORNERS
     return EDGES if seed % 8 == 2 else {1: SCENES, 3: DRILLS}.get(seed % 4, ())
-
-
-def _stage(rng: random.Random, *, writes: bool, request: RequestScript) -> Script:
-    """One source, one target, one request, copies that take a while."""
-    unfenced = writes and rng.random() < 0.5
-    reading = rng.choice((LateWrites.IMPOSSIBLE, LateWrites.UNFENCED))
-    writing = LateWrites.UNFENCED if unfenced else LateWrites.REVOCABLE
-    return Script(
-        seed=0,
-        late_writes=writing if writes else reading,
-        unfenced_writes=unfenced,
-        one_host=rng.random() < 0.5,
-        ranks=rng.choice((1, 2)),
-        layers=rng.choice((1, 2)),
-        prefills=1,
-        decodes=1,
-        prefill_blocks=24,
-        decode_blocks=24,
-        requests=(request,),
-        faults=(),
-        move_s=rng.choice((0.02, 0.05)),
-        step_s=rng.choice((0.002, 0.01)),
-    )
-
-
-def _request(rng: random.Random, mode: Mode, **changes: object) -> RequestScript:
-    request = RequestScript(0.0, 0, 0, tokens=rng.randint(4, 6), chunk=rng.randint(1, 2), mode=mode)
-    return msgspec.structs.replace(request, **changes)
-
-
-def _moving(script: Script) -> tuple[float, float]:
-    """From when to when the bytes of the only request move, roughly."""
-    request = script.requests[0]
-    prefill_s = -(-request.tokens // request.chunk) * script.layers * script.step_s
-    start_s = 0.005 if request.mode is Mode.PUSH else prefill_s + 0.005
-    return start_s, max(prefill_s, start_s) + request.tokens * script.layers * script.move_s
 
 
 def _answers_to_an_earlier_attempt(rng: random.Random) -> Script:

@@ -21,13 +21,17 @@ from kvbaton.agent.rank_orders import (
     CopyId,
     CopyStopped,
     Disconnect,
+    MoveSpans,
+    OpenCopy,
     PeerFenced,
     RankOrder,
     RankReport,
+    ReadAux,
     RegionFenced,
     RevokePeer,
     SpansMoved,
     SpanSummed,
+    SumSpans,
 )
 from kvbaton.agent.rank_sets import RemoteRanks
 from kvbaton.agent.source import SourceRecord
@@ -36,9 +40,9 @@ from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits, OnFailure, 
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.card import Card, ProcessId, RankCard
-from kvbaton.core.grants import REACH, GrantWindow, GrantWindows
+from kvbaton.core.grants import REACH, GrantWindows
 from kvbaton.core.handoff import Executor, HandoffKey, Incarnation, Integrity, Mode, Outcome, TransferId
-from kvbaton.core.lifecycle import TargetState
+from kvbaton.core.lifecycle import SourceState, TargetState
 from kvbaton.core.messages import (
     MAX_NUMBER,
     Announced,
@@ -59,17 +63,19 @@ from kvbaton.core.messages import (
 )
 from kvbaton.errors import Bug, ProtocolError
 from kvbaton.sim.agent_thread import AgentThread, SimDriver, ThreadBell
+from kvbaton.sim.contradictions import Contradiction, contradict
 from kvbaton.sim.embedded_engine import EMBEDDED, EmbeddedClasses, EmbeddedEngine
 from kvbaton.sim.engine import SimEngine, SourceEngine, TargetEngine
 from kvbaton.sim.memory import RankMemory, SimBlockPool, make_layout
 from kvbaton.sim.network import Network
-from kvbaton.sim.peer_watch import NoticeWatch, QuestionWatch, WatchedPeers, gone_problems
+from kvbaton.sim.peer_watch import DialWatch, NoticeWatch, QuestionWatch, WatchedPeers, gone_problems
 from kvbaton.sim.rank_processes import RankProcess, SimSocket, channel_on, socket_pair
 from kvbaton.sim.reactions import Reactions
-from kvbaton.sim.records import Causes, alarm_problems, count_problems
+from kvbaton.sim.received import Received
+from kvbaton.sim.records import Causes, Waits, alarm_problems, count_problems, sequence_problems
 from kvbaton.sim.script import VllmScript
 from kvbaton.sim.stray_calls import StrayCalls
-from kvbaton.sim.strays import asked_early, may_come_from_others, of_another_release, other_prompt, stray_of
+from kvbaton.sim.strays import asked_early, may_come_from_others, of_another_release, other_prompt, over_of_another, stray_of
 from kvbaton.sim.tag_model import TagCache, TagCacheShape
 from kvbaton.sim.transport import Fabric, FencingSimTransport, SimRank, SimTransport
 from kvbaton.sim.virtual_sockets import VirtualMachine, Wires
@@ -94,6 +100,8 @@ _SMALL_S = 1e-6
 _NO_SUM = "checksum: no such memory"
 _STRAY = 0.5
 _WAITING = frozenset({TargetState.GRANTED, TargetState.FILLING, TargetState.CLEARING})
+_ENDING = frozenset({SourceState.STOPPING, TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED})
+_WORK = (OpenCopy, MoveSpans, SumSpans, ReadAux)
 _STRAY_S = 0.003, 0.05
 """How much later than the message that they resemble: that one arrives first."""
 
@@ -224,7 +232,11 @@ class _SimControl:
 
     def send(self, peer: Incarnation, message: Message) -> None:
         address = self._instance.routes.get(peer)
-        if address is not None:
+        if address is None:
+            # Of no peer that has ever sent anything, sockets know no way to it either.
+            detail = f"{self._instance.process.name} sends to {peer}, of which nothing was received: {message}"
+            self._instance.cluster.world.find("no needless message", detail)
+        else:
             self._instance.send_frame(address, peer, message)
 
     def is_gone(self, process: ProcessId) -> bool:
@@ -247,6 +259,7 @@ class _SimRanks:
 
     def send(self, rank: int, order: RankOrder) -> None:
         self._instance.cluster.watch.on_order(self._instance.process.name, rank, order)
+        self._instance.check_needed_order(order)
         if self._instance.remote is not None:
             self._instance.send_order(rank, order)
         else:
@@ -264,12 +277,10 @@ class _SimRanks:
             self.send(rank, order)
 
 
-class _SmallWindows(BoundedMap[Incarnation, GrantWindow]):
-    """Windows of so few numbers that some run leaves them behind."""
-
-    def setdefault(self, key: Incarnation, default: GrantWindow) -> GrantWindow:
-        del default
-        return super().setdefault(key, GrantWindow(_FEW_GRANTS, REACH))
+def _counted(record: SourceRecord | TargetRecord) -> tuple[float, ...]:
+    """What reports of ranks add to."""
+    until = record.give_up_at if isinstance(record, TargetRecord) else 0.0
+    return sum(map(len, record.moved.values())), len(record.sums), until
 
 
 class SimInstance:
@@ -301,6 +312,10 @@ class SimInstance:
         """How many spans cannot be summed, but for the first of each hand-off."""
         self._unsummed: set[HandoffKey] = set()
         self.is_of_another_release = False
+        self.is_no_peer = False
+        """Whether something else answers at its address."""
+        self.contradiction: Contradiction | None = None
+        """What it is wrong about in what it sends as a source."""
         self.bad_grants = 0
         self.strays = 0
         self.dropped_total: Counter[str] = Counter()
@@ -412,6 +427,9 @@ class SimInstance:
         self._reactions = Reactions(self.coordinator, self.local_now, self._sent)
         self._notices = NoticeWatch(self.coordinator, cluster.limits)
         self._causes = Causes()
+        self._waits = Waits(cluster.limits, self.local_now())
+        self._received = Received()
+        self._dials = DialWatch(self.coordinator, cluster.limits)
         self._questions = QuestionWatch(self.coordinator, cluster.limits)
         self.engine.coordinator = self.coordinator
         self.engine.port = self.coordinator if self.thread is None else self.thread.driver
@@ -513,9 +531,7 @@ class SimInstance:
     def _forget_soon(self) -> None:
         """Shrink what is remembered of ends and of peers until it is forgotten in every run."""
         source, target = self.coordinator.source, self.coordinator.target
-        windows = GrantWindows(limit=1)
-        vars(windows).update(_windows=_SmallWindows(1))
-        vars(source).update(_ended=BoundedMap(_FEW_ENDS), _windows=windows)
+        vars(source).update(_ended=BoundedMap(_FEW_ENDS), _windows=GrantWindows(limit=1, size=_FEW_GRANTS))
         vars(target).update(_ended=BoundedMap(_FEW_ENDS), _last_sequence=BoundedMap(1))
 
     @property
@@ -561,6 +577,7 @@ class SimInstance:
             self._check_moved(message)
             self.cluster.confirmed.add((recipient, message.key, message.grant))
         elif isinstance(message, Release):
+            self._check_whole(message)
             self.cluster.released.add((self.incarnation, message.key, message.grant))
             if (self.incarnation, message.key, message.grant) not in self.cluster.confirmed:
                 self.cluster.world.violate("confirmed before delivered", f"{self.process.name}: {message}")
@@ -580,7 +597,8 @@ class SimInstance:
                 return
         self._note_sent(address, message)
         on_wire = of_another_release(message) if self.is_of_another_release else message
-        self.cluster.network.send(self.address, address, encode(self.incarnation, recipient, on_wire))
+        for each in (on_wire,) if self.contradiction is None else contradict(on_wire, self.contradiction):
+            self.cluster.network.send(self.address, address, encode(self.incarnation, recipient, each))
         if self.strays > 0 and self.cluster.world.random.random() < _STRAY:
             self._send_stray(address, recipient, message)
 
@@ -591,7 +609,9 @@ class SimInstance:
         peer, sender, stray = self.cluster.instances.get(address), self, stray_of(message, world.random)
         if isinstance(message, Heartbeat) and (claim := other_prompt(message, max(self._sequences.values(), default=0) + 1)):
             stray = claim
-        if others and may_come_from_others(message) and world.random.random() < 0.5:
+        if isinstance(message, Heartbeat) and others and (over := over_of_another(message)) is not None:
+            sender, stray = world.random.choice(others), over
+        elif others and may_come_from_others(message) and world.random.random() < 0.5:
             sender, stray = world.random.choice(others), message
         elif peer is not None and world.random.random() < 0.5 and (early := asked_early(message, world.random)) is not None:
             sender, stray, address, recipient = peer, early, self.address, self.incarnation
@@ -626,6 +646,7 @@ class SimInstance:
     def heal(self) -> None:
         """Forget the faults that have yet to strike."""
         self.lose_revokes = self.bad_grants = self.strays = self.failing_sums = 0
+        self.contradiction, self.is_no_peer = None, False
         self.engine.heal()
         for loop in self.loops:
             loop.paused_until = 0.0
@@ -636,6 +657,9 @@ class SimInstance:
 
     def on_frame(self, frame: bytes, sender_address: str) -> None:
         """A frame arrives: its messages are taken one by one, as the control sockets pass them on."""
+        if self.is_no_peer:
+            self.cluster.network.send(self.address, sender_address, b"HTTP/1.1 400 Bad Request")
+            return
         try:
             envelope = decode(frame)
         except ProtocolError as error:
@@ -683,7 +707,8 @@ class SimInstance:
             self.cluster.watch.is_asked_for_card(self.process.name)
         check = self._reactions.expect(envelope, via)
         self._questions.received(envelope.sender, now)
-        if isinstance(message, Stopped):
+        self._received.take(envelope.sender, message)
+        if isinstance(message, Stopped) and not message.grant:
             self._notices.settled(message.key)
         elif via is not None and isinstance(message, _INTRODUCTIONS):
             self._notices.settled_at(via)
@@ -696,6 +721,9 @@ class SimInstance:
         sent = [each for recipient, each in self._sent if recipient == envelope.sender] if self._sent else []
         if (broken := check(sent)) is not None:
             self.cluster.world.find(broken[0], f"{self.process.name}: {broken[1]}")
+        if key is not None:
+            for problem in self._received.problems(self.coordinator.target.live.get(key)):
+                self.cluster.world.find("counts agree", f"{self.process.name}: {key}: {problem}, and nothing of that has come")
 
     def _not_understood(self, sender_address: str, reason: str) -> None:
         """As the sockets do: a peer that dialled us is refused, and what answers where we dialled is no peer of ours."""
@@ -704,6 +732,9 @@ class SimInstance:
             self.cluster.world.violate("wire", reason)
         elif sender_address in self.dialled:
             address = ControlAddress.of(sender_address, 1)
+            self._notices.settled_at(address)
+            self.unanswered.discard(sender_address)
+            self.cluster.watch.was_refused(self.process.name, sender_address)
             self.guarded(lambda: self.coordinator.target.on_refused_peer(address, reason))
         else:
             self.send_frame(sender_address, "", Refused(reason))
@@ -811,6 +842,31 @@ class SimInstance:
         is_sent = record.is_confirmed or record.executor is Executor.TARGET_READS
         if is_sent and len(record.spans) >= record.span_count:
             self.cluster.world.find("no needless message", f"{self.process.name}: everything is here: {grant}")
+
+    def check_needed_order(self, order: RankOrder) -> None:
+        """What is ending is neither moved nor summed any more."""
+        if isinstance(order, _WORK):
+            source, target = self.coordinator.source.live, self.coordinator.target.live
+            for record in (source.get(order.copy.key), target.get(order.copy.key)):
+                if record is not None and record.state in _ENDING and record.copy == order.copy:
+                    detail = f"{self.process.name}: {record.key} is {record.state}, and is to be worked on: {order}"
+                    self.cluster.world.find("nothing twice", detail)
+
+    def _check_whole(self, release: Release) -> None:
+        """What is delivered was announced as a whole, each part once; a source that writes, and is not checked, need not."""
+        record = self.coordinator.target.live.get(release.key)
+        if record is None or record.grant != release.grant or record.allocation is None:
+            return  # An earlier one under the same key was delivered, and its release is repeated.
+        is_checked = self.cluster.settings.integrity is not Integrity.OFF
+        cells = {
+            (token, layer)
+            for span in record.spans.values()
+            for token in range(span.first_token, span.end_token)
+            for layer in range(span.first_layer, span.end_layer)
+        }
+        whole = record.allocation.tokens * len(self.coordinator.card.layers)
+        if len(cells) != whole and (is_checked or record.executor is Executor.TARGET_READS):
+            self.cluster.world.find("counts agree", f"{self.process.name}: {len(cells)} of {whole} were announced: {release}")
 
     def _check_declined(self, stop: Stop) -> None:
         """What an engine has not refused is not declined: neither all of a transfer id, nor what it has taken since."""
@@ -975,8 +1031,13 @@ class SimInstance:
                 self._handle_report(reports)
                 if any(record.open_copies.get(over.rank) == over.copy for record in live):
                     self.cluster.world.find("taken", f"{self.process.name}: {over}, and the copy counts as open")
-            case _:
+            case SpansMoved(copy=copy) | SpanSummed(copy=copy):
+                records = (self.coordinator.source.live.get(copy.key), target.live.get(copy.key))
+                others = [record for record in records if record is not None and record.copy != copy]
+                places = list(map(_counted, others)) if others else []
                 self._handle_report(reports)
+                if others and list(map(_counted, others)) != places:
+                    self.cluster.world.find("left alone", f"{self.process.name}: a report of {copy} counts for another one")
 
     def _check_records(self) -> None:
         source, target = self.coordinator.source, self.coordinator.target
@@ -989,6 +1050,8 @@ class SimInstance:
                 self._notices.settled(key)
             for problem in self._notices.problems(now, self.gone):
                 self.cluster.world.find("on time", f"{self.process.name}: {problem}")
+        for problem in self._dials.problems(now):
+            self.cluster.world.find("on time", f"{self.process.name}: {problem}")
         for problem in self._questions.problems(now):
             self.cluster.world.find("on time", f"{self.process.name}: {problem}")
         if source.live or target.live:
@@ -998,6 +1061,12 @@ class SimInstance:
                 self.cluster.world.find("counts agree", f"{self.process.name}: {problem}")
             for problem in alarm_problems(source, target):
                 self.cluster.world.find("alarm", f"{self.process.name}: {problem}")
+            for problem in () if self.cluster.is_forgetful else sequence_problems(target):
+                self.cluster.world.find("counts agree", f"{self.process.name}: {problem}")
+        # A driver handles several messages before its thread is looked at: what has got further may be void by then.
+        if self.thread is None:
+            for rule, problem in self._waits.problems(target, now):
+                self.cluster.world.find(rule, f"{self.process.name}: {problem}")
 
     def _arm(self) -> None:
         deadline = self.coordinator.next_deadline()

@@ -13,7 +13,7 @@ from kvbaton.core.handoff import HandoffKey, Incarnation
 from kvbaton.core.lifecycle import SourceState, TargetState
 from kvbaton.sim.world import World
 
-__all__ = ["NoticeWatch", "QuestionWatch", "WatchedPeers", "gone_problems"]
+__all__ = ["DialWatch", "NoticeWatch", "QuestionWatch", "WatchedPeers", "gone_problems"]
 
 _STOOD_STILL = 1.5
 """After how many heartbeat intervals without a turn an instance has stood still, or its clock was set ahead."""
@@ -75,6 +75,34 @@ def gone_problems(coordinator: Coordinator, gone: Collection[Incarnation]) -> It
     for key, notice in vars(coordinator.target.decline_notices)["_waiting"].items():
         if notice.source in gone:
             yield f"{notice.source} is gone, and is to be notified about {key}"
+
+
+class DialWatch:
+    """Of every address that an instance dials: when nothing waits for its answer any more, it is hung up on."""
+
+    def __init__(self, coordinator: Coordinator, limits: Limits) -> None:
+        self._target = coordinator.target
+        self._dialled = vars(coordinator.target.card_requests)["_dialled"]
+        self._notices = vars(coordinator.target.decline_notices)["_waiting"]
+        self._patient_s = 2 * limits.retry
+        self._still_s = _STOOD_STILL * limits.beat_s
+        self._idle_since: dict[ControlAddress, float] = {}
+        self._looked_at = 0.0
+
+    def problems(self, now: float) -> Iterable[str]:
+        """Dials that go on for nothing."""
+        if self._idle_since and (now - self._looked_at > self._still_s or not self._dialled):
+            self._idle_since.clear()
+        self._looked_at = now
+        return self._for_nothing(now) if self._dialled else ()
+
+    def _for_nothing(self, now: float) -> Iterator[str]:
+        waiting = {record.request.source for record in self._target.live.values() if record.source is None}
+        waiting |= {each.request.source for each in self._notices.values() if each.source is None}
+        self._idle_since = {each: self._idle_since.get(each, now) for each in self._dialled if each not in waiting}
+        for address, since in self._idle_since.items():
+            if now - since > self._patient_s:
+                yield f"{address} is dialled for {now - since:.3f} s, and nothing waits for it"
 
 
 class QuestionWatch:

@@ -85,6 +85,10 @@ class SimSocket:
         if other is not None:
             self._deliver(other, b"")
 
+    def hold(self, until: float) -> None:
+        """Let what is sent from now on arrive then, at the earliest."""
+        self._arrives_at = max(self._arrives_at, until)
+
     def _deliver(self, other: SimSocket, frame: bytes) -> None:
         """Let a frame, or the end, arrive in order; what a dead process has sent arrives all the same."""
         self._arrives_at = max(self._arrives_at, self._world.now + self._world.random.uniform(0.0, self._lag_s))
@@ -153,6 +157,10 @@ class RankProcess(RankLoop):
             self.die()
         else:
             self._arm()
+
+    def hold_reports(self, until: float) -> None:
+        """Let the rank go on, and its reports be under way until then."""
+        self._end.hold(until)
 
     def die(self) -> None:
         """Be gone at once, with whatever was in flight; the coordinator notices that its channel is closed."""

@@ -387,10 +387,12 @@ class Reactions:
             match message:
                 case Announced():
                     is_taken = record.generation == message.generation and all(
-                        span.number in record.spans for span in message.spans
+                        record.spans.get(span.number) == span for span in message.spans
                     )
                 case Prefilled():
                     is_taken = record.generation == message.generation and record.span_count is not None
+                    # One of another length is not what was asked for, and ends it.
+                    is_taken = is_taken and record.allocation is not None and record.allocation.tokens == message.tokens
                 case AuxSent():
                     has_aux = record.aux is not None or record.aux_pointer is not None
                     is_taken = has_aux or is_by_message or _has(sent, Grant, key)

@@ -6,14 +6,17 @@ A count that is off shows in what is decoded only when several things go wrong a
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from kvbaton.agent.source import SourceRecord, SourceSide
 from kvbaton.agent.target import TargetRecord, TargetSide
-from kvbaton.core.handoff import Executor, Integrity
+from kvbaton.config import Limits
+from kvbaton.core.handoff import Executor, Integrity, Outcome
 from kvbaton.core.lifecycle import SourceState, TargetState
 
-__all__ = ["Causes", "alarm_problems", "count_problems"]
+__all__ = ["Causes", "Waits", "alarm_problems", "count_problems", "sequence_problems"]
 
 _CLOSING = frozenset({TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED})
 _GRANTED = frozenset({TargetState.GRANTED, TargetState.FILLING, TargetState.CONFIRMING})
@@ -22,6 +25,9 @@ _SENDING = frozenset({SourceState.STREAMING, SourceState.SERVING})
 _UNGRANTED = frozenset({SourceState.QUEUED, SourceState.HELD})
 _EMPTYING = frozenset({SourceState.STOPPING, SourceState.RETRACTING})
 _MOST_STALE = 8
+_EARLY = 0.98
+"""Clocks drift: so much of a wait may be missing."""
+
 _SOURCE_STAGES = {
     SourceState.PARKED: 0,
     SourceState.QUEUED: 1,
@@ -130,6 +136,8 @@ def _target_problems(record: TargetRecord, ranks: int, is_summed: bool) -> Itera
         copy = record.copy
         if any(each != copy for each in record.open_copies.values()):
             yield f"{record.open_copies} are open, and this is {copy}"
+    if record.span_count is not None and len(spans) > record.span_count and state not in _CLOSING:
+        yield f"{list(spans)} are announced, of {record.span_count} spans"
     if record.stale_grants > _MOST_STALE:
         yield f"{record.stale_grants} grants were refused as stale, and it goes on"
     if not moved and (record.bytes_planned or record.bytes_moved):
@@ -181,10 +189,93 @@ def alarm_problems(source: SourceSide, target: TargetSide) -> Iterator[str]:
             until = target_record.capped_at
             if target_record.give_up_at < until and target_state is not TargetState.QUEUED:
                 until = target_record.give_up_at
-        if target_record.source is None or target_state in _REPEATING:
+        asks_again = target_record.source is None or target_state in _REPEATING
+        if asks_again or (target_state is TargetState.FILLING and _misses_something(target_record)):
             until = min(until, target_record.retry.at)
         if alarms.get(target_record.key, math.inf) > until:
             yield f"{target_record.key}, {target_state} target: no alarm is set for its deadline, or its next question"
+
+
+def _misses_something(record: TargetRecord) -> bool:
+    """Whether the source has something left to send, of what it has computed or will compute."""
+    if record.span_count is None or record.aux is None or len(record.spans) < record.span_count:
+        return True
+    return record.executor is Executor.SOURCE_WRITES and not record.is_confirmed
+
+
+def sequence_problems(target: TargetSide) -> Iterable[str]:
+    """Grants to one source that share a number: it takes one of them, and refuses the others."""
+    return _shared_numbers(target) if len(target.live) > 1 else ()
+
+
+def _shared_numbers(target: TargetSide) -> Iterator[str]:
+    numbers = [(each.source, each.sequence) for each in target.live.values() if each.grant]
+    if len(set(numbers)) < len(numbers):
+        for (source, sequence), count in Counter(numbers).items():
+            if count > 1:
+                yield f"{count} grants to {source} have number {sequence} in sequence"
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A live target. It keeps the record, whose place in memory no other one takes meanwhile."""
+
+    record: TargetRecord
+    since: float
+    allocated_at: float = math.inf
+    best: tuple[int, int] = (-1, 0)
+    """How far it has got."""
+    capped_at: float = math.inf
+    """When it ends if it gets no further."""
+    looked: int = 0
+    """When it was looked at last, in looks."""
+
+
+class Waits:
+    """How long each target waits: only getting further than ever before puts its end off, and none ends before its time."""
+
+    def __init__(self, limits: Limits, now: float) -> None:
+        self._queued_s, self._granted_s = limits.queue_timeout * _EARLY, limits.transfer_timeout * _EARLY
+        self._seen: dict[int, _Seen] = {}
+        self._looked_at = now
+        """An engine calls between two looks: what is new was new at any time since the one before."""
+        self._looks = 0
+
+    def problems(self, target: TargetSide, now: float) -> Iterable[tuple[str, str]]:
+        """With their rules: ends that were put off although nothing has got further, and those that came before their time."""
+        before, self._looked_at = self._looked_at, now
+        return self._look(target, before, now) if target.live or self._seen else ()
+
+    def _look(self, target: TargetSide, before: float, now: float) -> Iterator[tuple[str, str]]:
+        self._looks += 1
+        waiting = 0
+        for record in target.live.values():
+            state = record.state
+            if state in _CLOSING:
+                continue
+            waiting += 1
+            done = len(record.sums) + (sum(map(len, record.moved.values())) if record.moved else 0)
+            if record.executor is Executor.SOURCE_WRITES:
+                done += len(record.spans)
+            place = _TARGET_STAGES[state], done
+            seen = self._seen.get(id(record))
+            if seen is None:
+                seen = self._seen[id(record)] = _Seen(record, since=before)
+            if record.capped_at > seen.capped_at and place <= seen.best:
+                detail = f"{record.key}, {state} target: it got to {seen.best} before, and has more time at {place}"
+                yield "counts agree", detail
+            if seen.allocated_at == math.inf and record.allocation is not None:
+                seen.allocated_at = before
+            if place > seen.best:
+                seen.best = place
+            seen.capped_at, seen.looked = record.capped_at, self._looks
+        if waiting < len(self._seen):
+            for seen in [each for each in self._seen.values() if each.looked < self._looks]:
+                del self._seen[id(seen.record)]
+                is_queued = seen.record.allocation is None
+                waited_s = now - (seen.since if is_queued else seen.allocated_at)
+                if seen.record.verdict is Outcome.EXPIRED and waited_s < (self._queued_s if is_queued else self._granted_s):
+                    yield "on time", f"{seen.record.key} expired after {waited_s:.3f} s"
 
 
 class Causes:

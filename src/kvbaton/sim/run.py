@@ -15,6 +15,7 @@ from kvbaton.config import HandoffSettings, Limits, OnFailure
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import LEGAL_PAIRS, Executor, HandoffKey, Incarnation, Mode, Outcome, TransferId
 from kvbaton.core.lifecycle import SourceEvent, SourceState, TargetEvent, TargetState
+from kvbaton.sim.contradictions import Contradiction
 from kvbaton.sim.embedded_engine import EmbeddedEngine
 from kvbaton.sim.engine import SimPrompt, SourceEngine, TargetEngine
 from kvbaton.sim.instance import Bugs, Cluster, InstanceShape, SimInstance
@@ -500,6 +501,8 @@ class Run:
                 instance.pause(until)
             case FaultKind.STALL_AGENT:
                 instance.stall_agent(until)
+            case FaultKind.PAUSE_RANK if fault.is_whole and instance.loops:
+                instance.loops[fault.number % len(instance.loops)].hold_reports(until)
             case FaultKind.PAUSE_RANK:
                 instance.pause_rank(fault.number, until)
             case FaultKind.CLOCK_JUMP:
@@ -525,6 +528,10 @@ class Run:
             case FaultKind.STRAY if fault.other == "engine":
                 call = partial(instance.stray_call, fault.number, may_fail=fault.is_whole)
                 self.world.at(self.world.now, instance.process, partial(instance.call_engine, call))
+            case FaultKind.STRAY if fault.other == "contradiction":
+                instance.contradiction = Contradiction(fault.number)
+            case FaultKind.STRAY if fault.other == "no peer":
+                instance.is_no_peer = self.cluster.has_foreigners = True
             case FaultKind.STRAY if fault.other == "release":
                 instance.is_of_another_release = True
             case FaultKind.STRAY:

@@ -14,9 +14,10 @@ from dataclasses import replace
 from msgspec import structs
 
 from kvbaton.agent.coordinator import Coordinator
-from kvbaton.agent.engine_port import Allocation, EngineEvent, Offer, SourceEnded, TargetEnded
+from kvbaton.agent.engine_port import Allocation, EngineEvent, Offer, SourceEnded, SourceRequest, TargetEnded
 from kvbaton.agent.source import SourceRecord
 from kvbaton.agent.target import TargetRecord
+from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import MAX_TRANSFER_ID, Aux, HandoffKey, Outcome, Span, TransferId
 from kvbaton.core.lifecycle import SourceState
 from kvbaton.sim.reactions import source_place, target_place
@@ -82,12 +83,14 @@ class StrayCalls:
     def _unknown(self) -> str:
         """About something that was never asked for, or is over."""
         coordinator = self._coordinator
+        allocation = Allocation(SourceRequest(_UNKNOWN, "prompt", ControlAddress.of("p0", 1)), ((0,),), 1, 0)
         span, offer = Span(0, 0, 1, 0, 1), Offer(_UNKNOWN, ((0,),), 1, Aux(token_id=0, logprob=0.0))
         problems = (
             self._unanswered(lambda: coordinator.spans_ready(_UNKNOWN, ((0,),), (span,)), "source", "spans"),
             self._unanswered(lambda: coordinator.offer(offer), "source", "offer"),
             self._unanswered(lambda: coordinator.retract(_UNKNOWN), "source", "retract"),
             self._unanswered(lambda: coordinator.cancel(_UNKNOWN), "source", ""),
+            self._unanswered(lambda: coordinator.allocated(allocation), "target", "allocated"),
         )
         return next(filter(None, problems), "")
 

@@ -10,7 +10,7 @@ import random
 
 from msgspec import structs
 
-from kvbaton.core.handoff import Aux, Executor, Mode
+from kvbaton.core.handoff import Aux, Executor, Mode, Outcome
 from kvbaton.core.messages import (
     Announced,
     AuxSent,
@@ -29,7 +29,7 @@ from kvbaton.core.messages import (
     Stopped,
 )
 
-__all__ = ["asked_early", "may_come_from_others", "of_another_release", "other_prompt", "stray_of"]
+__all__ = ["asked_early", "may_come_from_others", "of_another_release", "other_prompt", "over_of_another", "stray_of"]
 
 _ELSEWHERE = 1000
 """How far off the number of a grant is that no target of a run has made."""
@@ -92,6 +92,13 @@ def other_prompt(beat: Heartbeat, sequence: int) -> Grant | None:
         cached_tokens=0,
         sequence=sequence,
     )
+
+
+def over_of_another(beat: Heartbeat) -> Over | None:
+    """An end without a grant of what the heartbeat of a source names, as another source could send it: it has none to end."""
+    if not beat.from_source or not beat.live:
+        return None
+    return Over(beat.live[0][0], 0, Outcome.FAILED, "another source has ended it")
 
 
 def of_another_release(message: Message) -> Message:

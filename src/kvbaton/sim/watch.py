@@ -14,10 +14,20 @@ from dataclasses import dataclass, field
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import EngineEvent, HandoffStats, Landed, SourceEnded, TargetEnded
 from kvbaton.agent.rank import RankAgent
-from kvbaton.agent.rank_orders import CloseCopy, CopyId, MoveSpans, OpenCopy, RankOrder, ReadAux, ResetRegion, SumSpans
+from kvbaton.agent.rank_orders import (
+    CloseCopy,
+    CopyId,
+    MoveSpans,
+    OpenCopy,
+    RankOrder,
+    ReadAux,
+    ResetRegion,
+    RevokePeer,
+    SumSpans,
+)
 from kvbaton.config import HandoffSettings, Limits
 from kvbaton.core.bounded import BoundedMap
-from kvbaton.core.handoff import AuxChannel, Executor, HandoffKey, Mode, Outcome, Span, TransferId
+from kvbaton.core.handoff import AuxChannel, Executor, HandoffKey, Integrity, Mode, Outcome, Span, TransferId
 from kvbaton.core.messages import (
     Announced,
     AuxSent,
@@ -106,6 +116,9 @@ class Watch:
         """Whether engines and agents are threads: then what an engine calls for is done a little later."""
         self._is_prompt = is_prompt and self._patient_s < limits.retry * 0.9
         self._orders: set[tuple[object, ...]] = set()
+        self._fences: dict[str, RevokePeer | ResetRegion] = {}
+        self._epochs: Counter[str] = Counter()
+        """Of each instance, the highest epoch of its grants."""
         self._waiting: dict[HandoffKey, _Waiting] = {}
         self._sent: Counter[tuple[object, ...]] = Counter()
         self._announced: set[tuple[str, HandoffKey, Span]] = set()
@@ -130,15 +143,23 @@ class Watch:
         match order:
             case OpenCopy() | CloseCopy() | ReadAux():
                 self._once((name, rank, type(order).__name__, order.copy))
+            case RevokePeer() | ResetRegion() if order is not self._fences.get(name):
+                # Of an epoch that no grant has, and no earlier fence: one of those would not end what was granted meanwhile.
+                before, self._fences[name] = self._fences.get(name), order
+                if order.epoch <= max(self._epochs[name], 0 if before is None else before.epoch):
+                    self._world.find("fenced everywhere", f"{name}: {order} after {before}, and grants of {self._epochs[name]}")
+                if isinstance(order, ResetRegion) and not self._may_reset:
+                    detail = f"{name}: all memory is registered anew, although one peer could be fenced"
+                    self._world.find("weakest fence", detail)
             case MoveSpans() | SumSpans():
+                if isinstance(order, SumSpans) and Integrity.OFF in (order.integrity, self._settings.integrity):
+                    self._world.find("as set", f"{name}: {self._settings.integrity} is set: {order}")
                 side = order.side if isinstance(order, SumSpans) else None
                 if not order.spans:
                     self._world.find("nothing twice", f"{name} rank {rank}: {type(order).__name__} without a span")
                 for span in order.spans:
                     self._once((name, rank, type(order).__name__, side, order.copy, span.number))
                 self.touch(order.copy.key)
-            case ResetRegion() if not self._may_reset:
-                self._world.find("weakest fence", f"{name}: all memory is registered anew, although one peer could be fenced")
             case _:
                 pass
 
@@ -163,6 +184,8 @@ class Watch:
         if key is None:
             return
         self.touch(key)
+        if isinstance(message, Grant) and message.epoch > self._epochs[name]:
+            self._epochs[name] = message.epoch
         if isinstance(message, _TURN_BY_TURN) or (isinstance(message, Stop) and message.grant):
             self._check_waits_its_turn(name, peer, local_s, message)
         if isinstance(message, Announced):
