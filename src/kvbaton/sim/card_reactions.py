@@ -74,6 +74,10 @@ class CardReactions:
                 problem = self._after_refusal(waiting, via, sender, sent, declined)
                 is_refused = any(isinstance(each, Refused) and each.key is None for each in sent)
                 return problem or (None if is_refused or not hello.wants_answer else (TAKEN, f"{sender} does not learn of it"))
+            if via is not None and (now := vars(peers)["_at"].get(via)) is not None and now.incarnation != sender:
+                return TAKEN, f"{sender} has answered at {via}, where {now} is remembered"
+            if via is not None and now is None:
+                return TAKEN, f"{sender} has answered at {via}, and is to be asked for again"
             keys = {getattr(each, "key", None) for each in sent}
             if hello.wants_answer:
                 answers = [each.answers for each in sent if isinstance(each, Hello)]

@@ -1,7 +1,7 @@
 """Drills: small runs built round one kind of trouble, only its timing left to chance. Random runs meet these too rarely.
 
-The run of two seeds in three is a drill. They are in five lists, of which two have every fourth seed, two every eighth, and
-`PEERS` every 32nd: one that is added to a list changes the runs of that list only.
+The run of two seeds in three is a drill. They are in six lists, of which two have every fourth seed, two every eighth, and
+`PEERS` and `SOURCES` every 32nd: one that is added to a list changes the runs of that list only.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from kvbaton.sim.engine_script import make_engine_script
 from kvbaton.sim.exhaustive import FLOWS, flow_script, single_faults
 from kvbaton.sim.peer_drills import PEERS
 from kvbaton.sim.script import Fault, FaultKind, Script, make_script
+from kvbaton.sim.source_drills import SOURCES
 from kvbaton.sim.vllm_script import make_vllm_script
 from kvbaton.transport.base import LateWrites
 
-__all__ = ["CORNERS", "DRILLS", "EDGES", "PEERS", "SCENES", "drill_of_seed", "script_of_seed"]
+__all__ = ["CORNERS", "DRILLS", "EDGES", "PEERS", "SCENES", "SOURCES", "drill_of_seed", "script_of_seed"]
 
 _FLOW_S = 0.05
 """About how long an undisturbed flow takes when its target has the request."""
@@ -84,8 +85,8 @@ def _has_vllm(seed: int) -> bool:
 
 
 def _drills_of(seed: int) -> tuple[Drill, ...]:
-    if seed % 32 == 8:
-        return PEERS
+    if seed % 16 == 8:
+        return PEERS if seed % 32 == 8 else SOURCES
     if seed % 8 == 4:
         return CORNERS
     return EDGES if seed % 8 == 2 else {1: SCENES, 3: DRILLS}.get(seed % 4, ())

@@ -50,6 +50,8 @@ class SimPrompt:
     mode: Mode
     chunk: int
     outputs: int = 1
+    is_streamed: bool = True
+    """Whether its spans are reported as they are computed; if not, the whole cache is offered when it is complete."""
 
     @property
     def digest(self) -> str:
@@ -215,6 +217,12 @@ class SourceEngine(_Twin):
         if prompt.key in self.requests:
             ended(prompt.key, Outcome.FAILED, "live already")
             return
+        if self.refuse_next > 0:
+            self.refuse_next -= 1
+            self.outcomes[prompt.number] = Outcome.FAILED
+            self.port.refuse(prompt.key, "the queue is full")
+            ended(prompt.key, Outcome.FAILED, "refused")
+            return
         self.requests[prompt.key] = Prefill(prompt, answer, ended)
         self.waiting.append(self.requests[prompt.key])
         self.watch.submitted(prompt.key, "source")
@@ -311,7 +319,7 @@ class SourceEngine(_Twin):
             for rank, memory in enumerate(self.memories):
                 cell = TaggedCell(prompt.content(token), token, request.layer, rank, attempt)
                 memory.put(request.blocks[token], request.layer, cell)
-        if prompt.mode is Mode.PUSH:
+        if prompt.mode is Mode.PUSH and prompt.is_streamed:
             span = Span(request.spans, request.computed, end, request.layer, request.layer + 1)
             request.spans += 1
             self.watch.computes(prompt.key, is_complete=False)

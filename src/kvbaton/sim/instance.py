@@ -28,6 +28,7 @@ from kvbaton.agent.rank_orders import (
     RankReport,
     ReadAux,
     RegionFenced,
+    ResetRegion,
     RevokePeer,
     SpansMoved,
     SpanSummed,
@@ -74,6 +75,7 @@ from kvbaton.sim.reactions import Reactions
 from kvbaton.sim.received import Received
 from kvbaton.sim.records import Causes, Waits, alarm_problems, count_problems, sequence_problems
 from kvbaton.sim.script import VllmScript
+from kvbaton.sim.source_watch import SourceWatch
 from kvbaton.sim.stray_calls import StrayCalls
 from kvbaton.sim.strays import asked_early, may_come_from_others, of_another_release, other_prompt, over_of_another, stray_of
 from kvbaton.sim.tag_model import TagCache, TagCacheShape
@@ -97,6 +99,7 @@ _EVERY_GRANT = 20
 _QUESTIONS = (Grant, ConfirmAsk, Stop)
 _INTRODUCTIONS = (Hello, Refused)
 _SMALL_S = 1e-6
+_SHUT_DOWN_S = 0.1
 _NO_SUM = "checksum: no such memory"
 _STRAY = 0.5
 _WAITING = frozenset({TargetState.GRANTED, TargetState.FILLING, TargetState.CLEARING})
@@ -164,6 +167,8 @@ class Cluster:
     """Whether what instances remember of ends and of grants is bounded by a few entries."""
     most_peers: int = 0
     """How many cards of peers an instance keeps; 0 for as many as in production."""
+    few_cells: int = 0
+    """How many cells a rank sums in one turn, and moves in one batch; 0 for as many as in production."""
     without_area: tuple[str, ...] = ()
     strangers: tuple[str, ...] = ()
     """Addresses of instances without an area for aux records, and of those that serve another model."""
@@ -260,6 +265,7 @@ class _SimRanks:
     def send(self, rank: int, order: RankOrder) -> None:
         self._instance.cluster.watch.on_order(self._instance.process.name, rank, order)
         self._instance.check_needed_order(order)
+        self._instance.source_watch.on_order(rank, order)
         if self._instance.remote is not None:
             self._instance.send_order(rank, order)
         else:
@@ -273,6 +279,8 @@ class _SimRanks:
         if isinstance(order, RevokePeer) and self._instance.lose_revokes > 0:
             self._instance.lose_revokes -= 1
             return
+        if isinstance(order, ResetRegion) and (problem := self._instance.source_watch.reset_problem()):
+            self._instance.cluster.world.find("nothing twice", f"{self._instance.process.name}: {problem}")
         for rank in range(len(self._instance.agents)):
             self.send(rank, order)
 
@@ -301,6 +309,8 @@ class SimInstance:
         self.dialled: set[str] = set()
         self.unanswered: set[str] = set()
         """Addresses that were dialled, and from which no card or refusal has come since."""
+        self.hung_up: set[ControlAddress] = set()
+        """Addresses that were hung up on, and not dialled since."""
         self.routes: dict[Incarnation, str] = {}
         self.granted: dict[tuple[HandoffKey, int], int] = {}
         self._sequences: dict[int, int] = {}
@@ -380,6 +390,8 @@ class SimInstance:
             )
             for rank, transport in enumerate(self.transports)
         ]
+        for agent in self.agents if cluster.few_cells else ():
+            vars(agent)["_summer"].turn_bytes = cluster.few_cells
         if cluster.rank_lag_s:
             self._start_ranks(reports)
         is_back = any(
@@ -415,6 +427,7 @@ class SimInstance:
                 _SimRanks(self),
                 self._events.append,
                 cluster.settings,
+                lambda note: self.source_watch.note(note),
             )
         self._handle_frame, self._handle_report = self.coordinator.on_frame, self.coordinator.take_report
         if self.thread is not None:
@@ -424,6 +437,8 @@ class SimInstance:
             self._forget_soon()
         if cluster.most_peers:
             vars(self.coordinator).update(_peers=WatchedPeers(cluster.most_peers, self.coordinator, cluster.world))
+        for transport in self.transports if isinstance(shape, InstanceShape) else ():
+            transport.is_paired = True
         self._reactions = Reactions(self.coordinator, self.local_now, self._sent)
         self._notices = NoticeWatch(self.coordinator, cluster.limits)
         self._causes = Causes()
@@ -431,6 +446,23 @@ class SimInstance:
         self._received = Received()
         self._dials = DialWatch(self.coordinator, cluster.limits)
         self._questions = QuestionWatch(self.coordinator, cluster.limits)
+        self.source_watch = SourceWatch(
+            self.coordinator,
+            self.local_now,
+            cluster.limits,
+            lambda: self.agents[0].holds_aux and not self.loops,
+            is_noted=self.thread is None,
+        )
+        coordinator = self.coordinator
+        vars(coordinator).update(
+            expect_target=partial(self._expect_target, coordinator.expect_target),
+            refuse=partial(self._refuse, coordinator.refuse),
+        )
+        if self.thread is None:
+            # Engines compute on their own: what comes of that is looked at before the next turn of the instance.
+            vars(coordinator).update(
+                spans_ready=partial(self._compute, coordinator.spans_ready), offer=partial(self._compute, coordinator.offer)
+            )
         self.engine.coordinator = self.coordinator
         self.engine.port = self.coordinator if self.thread is None else self.thread.driver
         self.engine.watch = cluster.watch
@@ -551,6 +583,7 @@ class SimInstance:
 
     def on_dial(self, address: ControlAddress) -> None:
         """An address is dialled."""
+        self.hung_up.discard(address)
         self.dialled.add(address.host)
         self.unanswered.add(address.host)
         self.cluster.watch.on_dialled(self.process.name, address.host, self.local_now())
@@ -562,6 +595,8 @@ class SimInstance:
 
     def _check_sent(self, recipient: str, message: Message) -> None:
         self._sent.append((recipient, message))
+        if problem := self.source_watch.sent_problem(recipient, message):
+            self.cluster.world.find("as set", f"{self.process.name}: {problem}")
         if isinstance(message, _QUESTIONS):
             self._questions.asked(message.key, self.local_now())
         if isinstance(message, Grant):
@@ -882,6 +917,9 @@ class SimInstance:
         waiting |= {each.request.source for each in vars(target.decline_notices)["_waiting"].values() if each.source is None}
         # A card may be that of a process which has died since: then the address is asked again, and that is no answer.
         has_answered = address.host not in self.unanswered and self.cluster.births == len(self.cluster.instances)
+        if address in self.hung_up:
+            self.cluster.world.find("nothing twice", f"{self.process.name} hangs up on {address} again")
+        self.hung_up.add(address)
         if address in waiting or has_answered:
             self.cluster.world.find("as set", f"{self.process.name} hangs up on {address}, which is waited for or has answered")
         self.unanswered.discard(address.host)
@@ -890,11 +928,17 @@ class SimInstance:
         """A fence counts when every rank has it, and not before."""
         peer = report.peer if isinstance(report, PeerFenced) else None
         epochs = self._fenced.setdefault(peer, {})
+        fenced_before = min(epochs.get(rank, 0) for rank in range(len(self.agents)))
         epochs[report.rank] = max(report.epoch, epochs.get(report.rank, 0))
         fenced = min(epochs.get(rank, 0) for rank in range(len(self.agents)))
         records = list(self.coordinator.target.live.values())
         before = {id(record): record.peer_is_quiet for record in records}
+        known = peer in vars(vars(self.coordinator)["_peers"])["_cards"]
         self.coordinator.on_rank(report)
+        is_known = peer in vars(vars(self.coordinator)["_peers"])["_cards"]
+        if peer is not None and is_known != (known and fenced == fenced_before):
+            # Its sessions are gone with the last rank's report, and with no other: then its card has to come again.
+            self.cluster.world.find("fenced everywhere", f"{self.process.name}: {peer} is known: {is_known}, after {report}")
         for record in records:
             is_meant = record.source == peer if peer is not None else record.executor is Executor.SOURCE_WRITES
             is_fenced = is_meant and record.grant > 0 and record.epoch < fenced
@@ -916,6 +960,16 @@ class SimInstance:
     def close(self) -> None:
         """The run is over: end what is not part of its world."""
         self.engine.close()
+
+    def shut_down(self) -> None:
+        """Be stopped by an operator: every peer is notified, so that none waits for a limit. Then the process ends."""
+        if self.thread is None:
+            self.guarded(partial(self.coordinator.stop, "the instance is being stopped"))
+        source, target = self.coordinator.source, self.coordinator.target
+        records: list[SourceRecord | TargetRecord] = [*source.live.values(), *target.live.values()]
+        if self.thread is None and (live := [record.key for record in records if record.state not in _ENDING]):
+            self.cluster.world.find("taken", f"{self.process.name} is being stopped, and {live} go on")
+        self.cluster.world.after(_SHUT_DOWN_S, self.process, self.crash)
 
     def crash(self) -> None:
         """Die at once: nothing of this process happens any more."""
@@ -973,6 +1027,8 @@ class SimInstance:
             self.failing_sums -= 1
             self._unsummed.add(report.copy.key)
             report = structs.replace(report, sums=(), error=_NO_SUM)
+        if isinstance(report, CopyFailed) and (problem := self.transports[rank].failure_problem(report)):
+            self.cluster.world.find("named end", f"{self.process.name} rank {rank}: {problem}")
         if isinstance(report, SpansMoved):
             self._moved.setdefault((rank, report.copy), set()).update(report.spans)
         queue.append(report)
@@ -1002,6 +1058,8 @@ class SimInstance:
         if self.cluster.world.timeline is not None:
             self.cluster.world.note(f"{self.process.name}: {event}")
         self._check_released(event)
+        if self.thread is None and (problem := self.source_watch.event_problem(event)):
+            self.cluster.world.find("counted", f"{self.process.name}: {problem}")
         if event.key in self._unsummed and isinstance(event, SourceEnded | TargetEnded) and _NO_SUM not in event.reason:
             self.cluster.world.find("named end", f"{self.process.name}: a span could not be summed: {event}")
         self.cluster.watch.on_event(self.process.name, event)
@@ -1039,9 +1097,34 @@ class SimInstance:
                 if others and list(map(_counted, others)) != places:
                     self.cluster.world.find("left alone", f"{self.process.name}: a report of {copy} counts for another one")
 
+    def _compute(self, call: Callable[..., None], *arguments: object) -> None:
+        call(*arguments)
+        self._check_times(self.local_now())
+
+    def _expect_target(self, call: Callable[[HandoffKey, str], None], key: HandoffKey, prompt: str) -> None:
+        self._reactions.admitted(key)
+        call(key, prompt)
+
+    def _refuse(self, call: Callable[[HandoffKey, str], None], key: HandoffKey, reason: str) -> None:
+        """The engine refuses a request: what its target has granted, or will, ends."""
+        live = self.coordinator.source.live
+        is_parked = key in live and live[key].state is SourceState.PARKED
+        if key not in live:
+            self._reactions.refused(key)
+        call(key, reason)
+        if is_parked and key in live:
+            self.cluster.world.find("taken", f"{self.process.name}: {key} is refused, and still {live[key].state}")
+
+    def _check_times(self, now: float) -> None:
+        for problem in self.source_watch.time_problems(now):
+            self.cluster.world.find("on time", f"{self.process.name}: {problem}")
+
     def _check_records(self) -> None:
         source, target = self.coordinator.source, self.coordinator.target
         now = self.local_now()
+        self._check_times(now)
+        for problem in self.source_watch.sum_problems():
+            self.cluster.world.find("nothing kept", f"{self.process.name}: {problem}")
         if self.gone and not self.cluster.most_peers:
             for problem in gone_problems(self.coordinator, self.gone):
                 self.cluster.world.find("taken", f"{self.process.name}: {problem}")
@@ -1068,8 +1151,23 @@ class SimInstance:
             for rule, problem in self._waits.problems(target, now):
                 self.cluster.world.find(rule, f"{self.process.name}: {problem}")
 
+    def _check_deadline(self, deadline: float | None) -> None:
+        """The next turn comes no later than anything that has to be done in it: alarms, heartbeats, and a look at the dead."""
+        coordinator, turn = self.coordinator, math.inf if deadline is None else deadline
+        source, target = coordinator.source, coordinator.target
+        for due in (source.next_deadline(), target.next_deadline()):
+            if due is not None and due < turn - _SMALL_S:
+                self.cluster.world.find("alarm", f"{self.process.name}: its next turn is at {turn}, and an alarm at {due}")
+        if source.live or target.live:
+            own = vars(coordinator)
+            gone_at, beat_at = own["_gone_check_at"], own["_beaten_at"] + coordinator.beat_interval_s
+            if turn > gone_at + _SMALL_S or turn > beat_at + _SMALL_S:
+                detail = f"its next turn is at {turn}, a look at the dead at {gone_at}, a heartbeat at {beat_at}"
+                self.cluster.world.find("alarm", f"{self.process.name}: {detail}")
+
     def _arm(self) -> None:
         deadline = self.coordinator.next_deadline()
+        self._check_deadline(deadline)
         for agent in self.agents if not self.loops else ():
             due = agent.next_deadline()
             if due is not None and (deadline is None or due < deadline):

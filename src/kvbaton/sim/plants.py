@@ -29,6 +29,7 @@ from kvbaton.sim.agent_thread import SimDriver
 from kvbaton.sim.engine_plants import engine_plants
 from kvbaton.sim.instance import Bugs
 from kvbaton.sim.socket_plants import socket_plants
+from kvbaton.sim.source_plants import source_plants
 from kvbaton.sim.transport import SimRank
 from kvbaton.sim.vllm_plants import vllm_plants
 from kvbaton.transport.base import Completion
@@ -651,6 +652,8 @@ def _plants() -> Iterator[tuple[str, str, str, Bugs]]:
     yield "first-blocks-kept", "spans announced with the blocks of the first", "spurious failure", first_blocks
     yield "confirmed-when-asked", "question answered before the last byte", after, _sides(source=_ConfirmedWhenAsked)
     yield "tickets-kept", "batches remembered for ever", "nothing kept", Bugs(rank=_TicketsKept)
+    for name, mistake, rule, source in source_plants():
+        yield name, mistake, rule, _sides(source=source)
     for name, mistake, rule, classes in engine_plants():
         yield name, mistake, rule, Bugs(embedded=classes)
     for name, mistake, rule, vllm in vllm_plants():

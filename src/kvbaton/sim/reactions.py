@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.source import SourceRecord
 from kvbaton.agent.target import TargetRecord
 from kvbaton.core.addresses import ControlAddress
-from kvbaton.core.handoff import AuxChannel, Executor, HandoffKey, Incarnation, Integrity, TransferId
+from kvbaton.core.handoff import AuxChannel, Executor, HandoffKey, Incarnation, Integrity, Mode, Outcome, TransferId
 from kvbaton.core.lifecycle import SourceState, TargetState
 from kvbaton.core.messages import (
     Announced,
@@ -63,6 +64,11 @@ def _is_refused(sent: list[Message], key: HandoffKey) -> bool:
     return any(isinstance(each, Refused) and each.key == key and not each.stale for each in sent)
 
 
+def _ended_by(stop: Stop) -> Outcome:
+    """How a source ends that is stopped: never as delivered, whatever its target claims."""
+    return Outcome.FAILED if stop.outcome is Outcome.DELIVERED else stop.outcome
+
+
 def source_place(record: SourceRecord | None) -> tuple[object, ...]:
     """Where a hand-off stands at its source; a message that is about another one leaves it there."""
     if record is None:
@@ -102,6 +108,10 @@ class Reactions:
         self._cards = CardReactions(coordinator, self._asked_back_at, everything_sent)
         self._declined: set[TransferId] = set()
         """What was ever declined here: such a hand-off may be asked for again, and its earlier end is no answer then."""
+        self._refused_at: dict[HandoffKey, float] = {}
+        """When the engine has refused each request of which no grant has arrived yet."""
+        self._by_message: set[tuple[Incarnation, HandoffKey, int]] = set()
+        """Target, key and grant of the aux records that were asked for in a message, after all or from the start."""
 
     def expect(self, envelope: Envelope, via: ControlAddress | None) -> Check:
         """What has to hold when a frame that has just arrived was handled; `via` is the address that was dialled for it."""
@@ -169,15 +179,38 @@ class Reactions:
 
     # At a source.
 
+    def refused(self, key: HandoffKey) -> None:
+        """The engine has refused a request before it was admitted, and so one grant for it, too."""
+        self._refused_at[key] = self._clock()
+
+    def admitted(self, key: HandoffKey) -> None:
+        """The engine has taken a request up."""
+        self._refused_at.pop(key, None)
+
+    def _declines_of(self, key: HandoffKey) -> tuple[Any, Any]:
+        """What is remembered of declines that is about this hand-off."""
+        declined = vars(vars(self._source)["_declined"])
+        return declined["_single"].get(key), declined["_whole"].get(key.transfer_id)
+
+    def _is_declined(self, key: HandoffKey) -> bool:
+        """Whether the next request of this hand-off would end because a target has declined it."""
+        single, whole = self._declines_of(key)
+        return single is not None or (whole is not None and key not in whole.except_for)
+
     def _owned(self, sender: Incarnation, key: HandoffKey, grant: int) -> SourceRecord | None:
         record = self._source.live.get(key)
         return record if record is not None and record.target == sender and record.grant_number == grant else None
 
     def _on_grant(self, sender: Incarnation, grant: Grant) -> Check:
         """Taken up, or answered. One that is repeated has everything sent again; one of another target disturbs no other."""
+        if grant.aux_channel is AuxChannel.CONTROL:
+            self._by_message.add((sender, grant.key, grant.grant))
         if (record := self._owned(sender, grant.key, grant.grant)) is not None:
-            return self._on_grant_again(record, grant)
+            return self._on_grant_again(sender, record, grant)
         record = self._source.live.get(grant.key)
+        is_over = (sender, grant.key, grant.grant) in self._source.ends()
+        refused = self._refused_at.pop(grant.key, -math.inf)
+        is_refused = record is None and self._clock() - refused < self._limits.defer_timeout - _SMALL_S
         is_foreign = record is not None and record.grant is not None and record.target != sender
         unchanged = self._unchanged(grant.key, grant) if is_foreign else _nothing
 
@@ -187,6 +220,14 @@ class Reactions:
             is_kept = now is not None and now.superseded_by == grant
             if not is_held and not is_kept and not any(getattr(each, "key", None) == grant.key for each in sent):
                 return TAKEN, f"neither taken up nor answered: {grant}"
+            if is_over and not is_held and not is_kept and not _has(sent, Over, grant.key):
+                return TAKEN, f"it has ended here, and that is not the answer to {grant}"
+            if now is not None and now is not record and now.state is SourceState.PARKED and grant.mode is Mode.PULL:
+                return TAKEN, f"in pull the prefill comes first, and this one is over: {grant}"
+            if is_refused and is_held:
+                return TAKEN, f"its engine has refused the request of {grant}"
+            if self._is_declined(grant.key):
+                return TAKEN, f"it is asked for, and still counts as declined: {grant}"
             is_going_on = now is not None and now is record and now.state is not SourceState.STOPPING
             is_second = record is not None and record.grant is not None and record.prompt == grant.prompt and not is_foreign
             if is_going_on and is_second and _is_refused(sent, grant.key):
@@ -197,8 +238,9 @@ class Reactions:
 
         return check
 
-    def _on_grant_again(self, record: SourceRecord, grant: Grant) -> Check:
-        state, numbers = record.state, {span.number for span in record.spans}
+    def _on_grant_again(self, sender: Incarnation, record: SourceRecord, grant: Grant) -> Check:
+        state, numbers, lease_until = record.state, {span.number for span in record.spans}, record.lease_until
+        is_by_message = (sender, grant.key, grant.grant) in self._by_message
         kinds: list[type[Message]] = []
         if state is SourceState.SERVING:
             kinds = [Prefilled, AuxSent, *([Confirmed] if record.is_confirmed and record.writes else [])]
@@ -212,6 +254,12 @@ class Reactions:
             missing = [kind.__name__ for kind in kinds if not _has(sent, kind, grant.key)]
             if missing or not announced >= numbers:
                 return TAKEN, f"{state}: {missing} and spans {sorted(numbers - announced)} were not sent again for {grant}"
+            if is_by_message and any(isinstance(each, AuxSent) and each.pointer is not None for each in sent):
+                return TAKEN, f"the aux record was asked for in a message, and that is forgotten with {grant}"
+            if not record.writes and _has(sent, Confirmed, grant.key):
+                return NEEDLESS, f"confirmed, although nothing was asked by {grant}"
+            if record.lease_until != lease_until:
+                return LEFT_ALONE, f"the lease is extended by {grant}, which agents repeat whatever their engine does"
             return None
 
         return check
@@ -223,12 +271,16 @@ class Reactions:
             return lambda sent: unchanged(sent) if _has(sent, Over, ask.key) else (TAKEN, f"not answered: {ask}")
         if record.generation != ask.generation:
             return lambda sent: None if _has(sent, Retracted, ask.key) else (TAKEN, f"not answered: {ask}")
-        if record.state is not SourceState.SERVING or record.writes:
+        everything = self._ranks * len(record.spans)
+        is_summed = record.integrity is Integrity.OFF or len(record.sums) == everything
+        is_moved = is_summed and sum(map(len, record.moved.values())) == everything
+        if record.state is not SourceState.SERVING or (record.writes and not is_moved):
             return _nothing
-        is_summed = record.integrity is Integrity.OFF or len(record.sums) == self._ranks * len(record.spans)
 
         def check(sent: list[Message]) -> Broken:
             is_taken = _has(sent, Confirmed, ask.key) if is_summed else record.is_asked
+            if is_taken and record.lease_until < self._clock() + self._limits.defer_timeout - _SMALL_S:
+                return TAKEN, f"the lease is not extended by {ask}"
             return None if is_taken else (TAKEN, f"not answered, and not kept until all is summed: {ask}")
 
         return check
@@ -256,8 +308,18 @@ class Reactions:
         # Without a grant in hand: the stop may have overtaken the very grant, or come again after it was used up.
         is_open = is_ours and record is not None and record.grant is None and stop.grant > 0
         unchanged = _nothing if is_meant or is_open else self._unchanged(stop.key, stop)
+        declined = self._declines_of(stop.key)
+        is_new = is_meant and record is not None and record.state is not SourceState.STOPPING
+        windows = vars(vars(self._source)["_windows"])["_windows"]
+        has_window = sender in windows
 
         def check(sent: list[Message]) -> Broken:
+            if is_new and record is not None and record.verdict is not _ended_by(stop):
+                return "named end", f"it ends as {record.verdict} because of {stop}"
+            if not stop.grant and not has_window and sender in windows:
+                return LEFT_ALONE, f"a peer that has granted nothing is remembered because of {stop}"
+            if record is not None and not is_meant and not is_open and self._declines_of(stop.key) != declined:
+                return LEFT_ALONE, f"it goes on, and the next one would end because of {stop}"
             now = self._source.live.get(stop.key)
             is_ending = now is not None and now.state is SourceState.STOPPING
             if is_meant and now is record and not is_ending:
@@ -281,11 +343,24 @@ class Reactions:
         ended = [each for each in alike if each.target in (None, sender) and self._is_meant(each, stop)]
         going_on = [each.key for each in self._source.live.values() if all(each is not other for other in ended)]
         unchanged = [self._unchanged(key, stop) for key in going_on]
+        # What ends now has had its turn. Of a grant that is parked the engine's own request is yet to come.
+        used_up = {each.key for each in ended if each.is_expected}
+        used_up |= {key for _, key, _ in self._source.ends() if key.transfer_id == stop.key.transfer_id}
+        # A notice that is repeated spares what an earlier one has ended, or what was asked for since.
+        earlier = self._declines_of(stop.key)[1]
+        spared = frozenset() if earlier is None else frozenset(earlier.except_for)
+        to_come = {each.key for each in ended if not each.is_expected} - used_up - spared
 
         def check(sent: list[Message]) -> Broken:
             if not _has(sent, Stopped, stop.key):
                 return TAKEN, f"not answered: {stop}"
+            if any(map(self._is_declined, used_up)):
+                return LEFT_ALONE, f"of {used_up} what comes next would end because of {stop}"
+            if not all(map(self._is_declined, to_come)):
+                return TAKEN, f"of {to_come} what is yet to come would wait for a target in spite of {stop}"
             for each in ended:
+                if each.verdict is not _ended_by(stop):
+                    return "named end", f"{each.key} ends as {each.verdict} because of {stop}"
                 if self._source.live.get(each.key) is each and each.state is not SourceState.STOPPING:
                     return TAKEN, f"{each.key} is still {each.state} after {stop}"
             return next(filter(None, (each(sent) for each in unchanged)), None)
@@ -302,6 +377,7 @@ class Reactions:
         over: list[HandoffKey] = []
         renewed: list[SourceRecord] = []
         ends = set(self._source.ends())
+        going_on = [key for key, _ in beat.live if key in self._source.live]
         for key, grant in beat.live:
             record = self._source.live.get(key)
             if record is None:
@@ -312,7 +388,7 @@ class Reactions:
                     claimed.append((record, record.target))
                 else:
                     others.append(self._unchanged(key, beat))
-            elif record.state is not SourceState.STOPPING and grant in (0, record.grant_number):
+            elif record.state is not SourceState.STOPPING and (record.grant is None or grant in (0, record.grant_number)):
                 renewed.append(record)
         until = self._clock() - beat.step_age_s + self._limits.defer_timeout
 
@@ -320,6 +396,11 @@ class Reactions:
             for key in over:
                 if not _has(sent, Over, key):
                     return TAKEN, f"{key} is over here, and that is not sent again: {beat}"
+            for key, _ in beat.live:
+                if key not in going_on and self._is_declined(key):
+                    return TAKEN, f"{key} is waited for, and still counts as declined: {beat}"
+            if over_now := [key for key in going_on if _has(sent, Over, key)]:
+                return LEFT_ALONE, f"{over_now} go on, and are reported as over to {sender}"
             for record in renewed:
                 if record.lease_until < until - _SMALL_S or record.target != sender:
                     return TAKEN, f"{record.key}: the lease is not extended by {beat}"

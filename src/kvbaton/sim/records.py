@@ -16,7 +16,7 @@ from kvbaton.config import Limits
 from kvbaton.core.handoff import Executor, Integrity, Outcome
 from kvbaton.core.lifecycle import SourceState, TargetState
 
-__all__ = ["Causes", "Waits", "alarm_problems", "count_problems", "sequence_problems"]
+__all__ = ["SOURCE_STAGES", "Causes", "Waits", "alarm_problems", "count_problems", "sequence_problems"]
 
 _CLOSING = frozenset({TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED})
 _GRANTED = frozenset({TargetState.GRANTED, TargetState.FILLING, TargetState.CONFIRMING})
@@ -28,7 +28,7 @@ _MOST_STALE = 8
 _EARLY = 0.98
 """Clocks drift: so much of a wait may be missing."""
 
-_SOURCE_STAGES = {
+SOURCE_STAGES = {
     SourceState.PARKED: 0,
     SourceState.QUEUED: 1,
     SourceState.STREAMING: 2,
@@ -36,6 +36,8 @@ _SOURCE_STAGES = {
     SourceState.HELD: 3,
     SourceState.SERVING: 4,
 }
+"""How far a source in each of the live states has got."""
+
 _TARGET_STAGES = {
     TargetState.QUEUED: 0,
     TargetState.HANDSHAKING: 1,
@@ -98,10 +100,10 @@ def _source_problems(record: SourceRecord, ranks: int) -> Iterator[str]:
             yield f"its grant is {grant}"
         if record.is_expected is (state is SourceState.PARKED):
             yield "it is parked, and the engine knows it, or the other way round"
-    if state in _SOURCE_STAGES:
+    if state in SOURCE_STAGES:
         done = 0 if state is SourceState.QUEUED else count + moved + len(record.sums)
-        if record.furthest < (_SOURCE_STAGES[state], done):
-            yield f"it has got to {_SOURCE_STAGES[state], done}, and {record.furthest} is remembered"
+        if record.furthest < (SOURCE_STAGES[state], done):
+            yield f"it has got to {SOURCE_STAGES[state], done}, and {record.furthest} is remembered"
     # What has to follow from counts, and has not.
     if state in _EMPTYING and not record.open_copies:
         yield "no copy of ours is open, and nothing follows"

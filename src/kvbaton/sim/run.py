@@ -27,7 +27,7 @@ from kvbaton.sim.virtual_sockets import CONNECT_AGAIN_S, Wires
 from kvbaton.sim.vllm_engine import VllmEngine
 from kvbaton.sim.watch import Watch, kept_for_ever
 from kvbaton.sim.world import SimClock, Violation, World
-from kvbaton.transport.base import LateWrites
+from kvbaton.transport.base import BATCH_BYTES, LateWrites
 
 __all__ = ["LIMITS", "UNFENCED_RULES", "Result", "Run", "run_script"]
 
@@ -163,6 +163,8 @@ class Run:
         self.cluster.watch.is_threaded = script.has_driver
         self.cluster.is_forgetful = script.is_forgetful
         self.cluster.most_peers = script.most_peers
+        self.cluster.few_cells = script.few_cells
+        fabric.batch_bytes = script.few_cells or BATCH_BYTES
         self.cluster.without_area, self.cluster.strangers = script.without_area, script.strangers
         if script.library_writes and script.unfenced_writes:
             self.world.not_promised |= UNFENCED_RULES
@@ -275,6 +277,7 @@ class Run:
             request.mode,
             request.chunk,
             request.outputs,
+            request.is_streamed,
         )
         self.prompts[prompt.number] = (None, None)
         self._key_of[prompt.number] = key
@@ -482,6 +485,9 @@ class Run:
 
     def _strike_instance(self, fault: Fault, instance: SimInstance, until: float) -> None:
         match fault.kind:
+            case FaultKind.RESTART if fault.is_whole:
+                instance.shut_down()
+                self.world.after(0.2, None, lambda: self._restart(fault.who))
             case FaultKind.CRASH | FaultKind.RESTART:
                 instance.crash()
                 self.world.after(

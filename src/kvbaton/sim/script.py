@@ -132,6 +132,8 @@ class RequestScript(msgspec.Struct, frozen=True):
     sample_index: int = 0
     outputs: int = 1
     """How many tokens an engine of production computes for it."""
+    is_streamed: bool = True
+    """Whether a model of an engine reports spans in push as it computes them; if not, it offers the whole cache at the end."""
     is_turned: bool = False
     """Whether the cache goes the other way: from the instance `decode` to the instance `prefill`."""
 
@@ -156,7 +158,7 @@ class Fault(msgspec.Struct, frozen=True):
     for_s: float = 0.0
     number: int = 0
     is_whole: bool = False
-    """Whether what is refused is everything of the transfer id."""
+    """Whether what is refused is everything of the transfer id; or an instance is stopped in good order before it restarts."""
 
     @property
     def is_short(self) -> bool:
@@ -236,6 +238,8 @@ class Script(msgspec.Struct, frozen=True):
 
     library_writes: bool = False
     """Whether writes are what the shipped libraries promise, and not what a transport could that fences."""
+    few_cells: int = 0
+    """How many cells a rank sums in one turn, and moves in one batch; 0 for as many as in production."""
     uneven: float = 1.0
     """How many times slower every fourth batch of a transport is than the others."""
     is_forgetful: bool = False

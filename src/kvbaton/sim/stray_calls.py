@@ -48,6 +48,10 @@ class StrayCalls:
         records = [each for each in source.live.values() if each.is_expected and each.state is not SourceState.STOPPING]
         if may_fail:
             return self._contradict(records)
+        # Of a grant that is parked the engine has no request yet, and one that is being stopped takes nothing any more.
+        unasked = [each for each in source.live.values() if each.state in (SourceState.PARKED, SourceState.STOPPING)]
+        if unasked:
+            return self._unasked(self._rng.choice(unasked))
         calls: list[Callable[[], str]] = [self._unknown, self._bad_key]
         if records:
             record = self._rng.choice(records)
@@ -92,6 +96,21 @@ class StrayCalls:
             self._unanswered(lambda: coordinator.cancel(_UNKNOWN), "source", ""),
             self._unanswered(lambda: coordinator.allocated(allocation), "target", "allocated"),
         )
+        return next(filter(None, problems), "")
+
+    def _unasked(self, record: SourceRecord) -> str:
+        """About something that the engine has not asked for yet, or that is being stopped."""
+        coordinator, key = self._coordinator, record.key
+        span, offer = Span(0, 0, 1, 0, 1), Offer(key, ((0,),), 1, Aux(token_id=0, logprob=0.0))
+        before = (record.blocks, record.offer, len(record.spans))
+        problems = [
+            self._unanswered(lambda: coordinator.spans_ready(key, ((0,),), (span,)), "source", "spans"),
+            self._unanswered(lambda: coordinator.offer(offer), "source", "offer"),
+        ]
+        if record.state is SourceState.PARKED:
+            problems.append(self._unanswered(lambda: coordinator.retract(key), "source", "retract"))
+        if (record.blocks, record.offer, len(record.spans)) != before:
+            problems.append(f"{key} is {record.state}, and {before} became {record.blocks, record.offer, len(record.spans)}")
         return next(filter(None, problems), "")
 
     def _bad_key(self) -> str:

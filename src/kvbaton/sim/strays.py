@@ -102,12 +102,18 @@ def over_of_another(beat: Heartbeat) -> Over | None:
 
 
 def of_another_release(message: Message) -> Message:
-    """The same, as a release could send it that does not number its answers, or numbers what it need not."""
+    """The same, as a release could send it that numbers fewer answers, or more, does not count the tokens that it grants
+    blocks for, or claims that what it stops was delivered.
+    """
     match message:
         case Refused() if message.key is not None:
             return structs.replace(message, sequence=0 if message.stale else message.grant + _ELSEWHERE)
         case Hello() if not message.wants_answer:
             return structs.replace(message, answers=None)
+        case Grant():
+            return structs.replace(message, tokens=0)
+        case Stop():
+            return structs.replace(message, outcome=Outcome.DELIVERED)
         case _:
             return message
 

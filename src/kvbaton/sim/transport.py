@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvbaton.agent.rank import RankAgent
-from kvbaton.agent.rank_orders import CopyId
+from kvbaton.agent.rank_orders import CopyFailed, CopyId, RankOrder, StopCopy
 from kvbaton.core.card import Endpoint
 from kvbaton.core.handoff import HandoffKey
 from kvbaton.core.strips import unroll
@@ -25,6 +25,9 @@ _SEVERED_POLL_S = 0.02
 
 _OFFER_AGAIN_S = 0.0009
 """What a full queue has refused waits a millisecond at least; clocks drift."""
+
+_FEW_OFFERS, _LONGEST_S = 10, 0.045
+"""How often it is offered again while waits double, and how often after that."""
 
 _ORPHANED_S = 1.0
 """How long a rank goes on after the process of its coordinator has died."""
@@ -57,6 +60,7 @@ class Fabric:
     """How many times slower every fourth batch is, so that batches overtake each other."""
     library_writes: bool = False
     """Whether writers are as those that are shipped: what failed may land later, and no memory is registered anew."""
+    batch_bytes: int = BATCH_BYTES
     stop_within_s: float = math.inf
     """How soon a copy has to be quiet, after its transport was asked to stop it, so that its session is not torn down."""
     ranks: dict[PeerRank, SimTransport] = field(default_factory=dict)
@@ -102,7 +106,15 @@ class SimTransport:
         """Copies of which a batch was refused, since when, and none was taken."""
         self._refused_at: dict[CopyId, float] = {}
         """When nothing was last taken of each copy, and nothing has completed since."""
+        self._offered: dict[CopyId, int] = {}
+        """How often a batch of each copy was refused without that anything was taken."""
         self.stall_until = 0.0
+        self.is_paired = False
+        """Whether its rank exchanges bytes with the same rank of each peer, and with no other."""
+        self.errors: dict[CopyId, list[str]] = {}
+        """With what batches of each copy have failed, in that order."""
+        self.stopped: set[CopyId] = set()
+        """Copies that were ordered to stop while they were open."""
         fabric.ranks[me] = self
 
     @property
@@ -123,8 +135,8 @@ class SimTransport:
 
     @property
     def batch_bytes(self) -> int:
-        """More than any hand-off of a run: where a batch may be cut is not what is simulated."""
-        return BATCH_BYTES
+        """Mostly more than any hand-off of a run."""
+        return self._fabric.batch_bytes
 
     @property
     def wakeup_fd(self) -> int:
@@ -137,6 +149,8 @@ class SimTransport:
     def connect(self, peer: PeerRank, endpoint: Endpoint) -> None:
         """Open a session with `peer`; an earlier one stays closed."""
         del endpoint
+        if self.is_paired and peer.rank != self._me.rank:
+            self._fabric.world.find("as set", f"{self._where}: a session with {peer}, with which it exchanges nothing")
         if peer not in self._open_sessions:
             self._sessions[peer] = self._sessions.get(peer, 0) + 1
             self._open_sessions.add(peer)
@@ -154,6 +168,7 @@ class SimTransport:
                 self._check_wait(self.context)
             raise QueueFull("queue full: refused by the simulation; post again")
         self.refused_since.clear()
+        self._offered.clear()
         self._last_ticket += 1
         ticket = Ticket(self._last_ticket)
         moves = deque(move for run in runs.tolist() for move in self._moves(batch.direction, *run))
@@ -181,11 +196,16 @@ class SimTransport:
         if (before := self._refused_at.get(copy)) is not None and now - before < _OFFER_AGAIN_S:
             self._fabric.world.find("no needless message", f"{self._where}: offered again after {now - before:.6f} s")
         self._refused_at[copy] = now
+        self._offered[copy] = self._offered.get(copy, 0) + 1
+        if self._offered[copy] > _FEW_OFFERS + (now - self.refused_since[copy]) / _LONGEST_S:
+            detail = f"{self._where}: offered {self._offered[copy]} times since {self.refused_since[copy]:.4f}"
+            self._fabric.world.find("no needless message", detail)
 
     def poll(self) -> list[Completion]:
         done, self._done = self._done, []
         if done:
             self._refused_at.clear()
+            self._offered.clear()
         return done
 
     def cancel(self, ticket: Ticket) -> None:
@@ -207,6 +227,15 @@ class SimTransport:
         for posted in self._posted.values():
             if posted.batch.peer == peer:
                 posted.error = posted.error or "PeerLost: the session was torn down"
+
+    def failure_problem(self, report: CopyFailed) -> str:
+        """What is wrong with the report that a copy has failed: the first error counts, and what was stopped has stopped."""
+        errors = self.errors.pop(report.copy, ())
+        if report.copy in self.stopped:
+            return f"it was ordered to stop: {report}"
+        if errors and report.reason != errors[0] and "queue full" not in report.reason:
+            return f"its first error was {errors[0]}: {report}"
+        return ""
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -305,6 +334,8 @@ class SimTransport:
             late_s = self._fabric.world.random.choice((0.1, 1.0, 5.0))
             self._fabric.world.after(late_s, None, lambda: self._land_late(posted))
         error = posted.error or ("cancelled" if posted.cancelled and posted.moves else "")
+        if error:
+            self.errors.setdefault(posted.copy, []).append(error)
         self._done.append(Completion(posted.ticket, posted.moved, error, bool(error) and posted.cancelled))
         self._fabric.world.at(self._fabric.world.now, self._process, self._wake)
 
@@ -321,6 +352,12 @@ class FencingSimTransport(SimTransport):
 
 class SimRank(RankAgent):
     """A rank agent that names the copy of each batch to its simulated transport, so that writes can be checked."""
+
+    def handle(self, order: RankOrder) -> None:
+        """Carry out one order."""
+        if isinstance(order, StopCopy) and order.copy in self.copies and isinstance(self._transport, SimTransport):
+            self._transport.stopped.add(order.copy)
+        super().handle(order)
 
     def start(self, copy_id: CopyId, batch: Batch) -> Ticket:
         """Hand one batch of a copy to the transport."""

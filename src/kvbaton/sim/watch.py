@@ -316,10 +316,10 @@ class Watch:
             self._cancelled.setdefault((name, key), Outcome.CANCELLED)
 
     def declined(self, key: HandoffKey, *, is_whole: bool) -> None:
-        """A target's engine refuses a hand-off, or all of a request: its source has to be notified."""
+        """A target refuses a hand-off, or all of a request but what it has blocks for: its source has to be notified."""
         self._declined.add(key.transfer_id if is_whole else key)
         for other, waiting in self._waiting.items():
-            if other == key or (is_whole and other.transfer_id == key.transfer_id):
+            if other == key or (is_whole and other.transfer_id == key.transfer_id and not waiting.is_allocated):
                 waiting.declined_at = self._world.now
 
     def is_declined(self, transfer_id: TransferId) -> bool:

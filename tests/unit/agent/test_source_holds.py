@@ -88,6 +88,7 @@ def test_a_heartbeat_that_names_a_grant_which_is_still_on_its_way_keeps_what_it_
     rig.offer()
     rig.clock.now += LATER_S
     rig.side.on_heartbeat(T1, waits())
+    assert list(rig.side.beat()) == [T1], "it is known by now who waits for it"
     assert is_there_after(rig, LATER_S)
 
 

@@ -1,0 +1,286 @@
+"""Drills about what a source meets rarely: a prefill that is preempted before its target is there, or before anything of it is
+computed; a request that its engine refuses; a copy that fails while it is being stopped; sums that take many turns.
+"""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+
+from kvbaton.core.handoff import AuxChannel, Integrity, Mode
+from kvbaton.sim.drill_stage import Drill, make_request, make_stage
+from kvbaton.sim.script import Fault, FaultKind, Script
+from kvbaton.transport.base import LateWrites
+
+__all__ = ["SOURCES"]
+
+
+def _computed_in_vain(rng: random.Random) -> Script:
+    """A prefill is preempted before its target has granted anything, or when that has, and nothing is computed yet."""
+    is_early = rng.random() < 0.5
+    delay_s = 0.0 if is_early else rng.choice((0.2, 0.4))
+    request = make_request(rng, Mode.PUSH, tokens=rng.randint(3, 6), chunk=1, decode_delay_s=delay_s)
+    script = make_stage(rng, writes=rng.random() < 0.5, request=request)
+    at_s = rng.uniform(0.01, 0.045) if is_early else rng.uniform(0.06, delay_s)
+    preempted = tuple(Fault(FaultKind.PREEMPT, at_s + 0.055 * number, who="p0") for number in range(rng.randint(1, 2)))
+    return msgspec.structs.replace(script, faults=preempted, step_s=0.05, move_s=0.01)
+
+
+def _offered_whole(rng: random.Random) -> Script:
+    """Nothing goes wrong; an engine just reports nothing before the whole cache is complete, whenever its grant comes."""
+    requests = tuple(
+        make_request(
+            rng,
+            Mode.PUSH,
+            tokens=rng.randint(1, 4),
+            at_s=0.1 * number,
+            is_streamed=False,
+            decode_delay_s=rng.choice((0.0, 0.0, 0.3)),
+        )
+        for number in range(rng.randint(1, 3))
+    )
+    script = make_stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    return msgspec.structs.replace(script, requests=requests, move_s=0.01, integrity=rng.choice(list(Integrity)))
+
+
+def _refused_at_source(rng: random.Random) -> Script:
+    """A prefill engine refuses a request before its grant has come, or after: the target does not wait for a limit."""
+    request = make_request(
+        rng,
+        Mode.PUSH,
+        decode_delay_s=rng.choice((0.0, 0.05, 0.5)),
+        retries=rng.choice((0, 1)),
+        reuse_id=rng.random() < 0.5,
+        prefill_delay_s=rng.choice((0.0, 0.0, 0.1)),
+        retry_after_s=rng.choice((0.1, 0.7)),
+    )
+    script = make_stage(rng, writes=rng.random() < 0.5, request=request)
+    refused = Fault(FaultKind.REFUSE, 0.0, who="p0", number=1)
+    return msgspec.structs.replace(script, faults=(refused,), router_cancels=0.0)
+
+
+def _fails_while_stopped(rng: random.Random) -> Script:
+    """A copy fails on one rank while the order to stop it is under way there, and another rank still has it open."""
+    request = make_request(rng, Mode.PUSH, tokens=6, chunk=rng.randint(1, 3))
+    script = make_stage(rng, writes=rng.random() < 0.7, request=request)
+    at_s = rng.uniform(0.03, 0.12)
+    who = rng.choice(("p0", "p0", "d0"))
+    fails = Fault(FaultKind.COPY_FAILS, at_s, who=who, number=rng.randint(0, 1))
+    kind = rng.choice((FaultKind.CANCEL_SOURCE, FaultKind.CANCEL_TARGET, FaultKind.PREEMPT))
+    stopped = Fault(kind, at_s + rng.uniform(0.0, 0.1), who="p0", number=0)
+    calls = tuple(Fault(FaultKind.STRAY, stopped.at_s + 0.02 * number, who="p0", other="engine") for number in range(1, 4))
+    return msgspec.structs.replace(
+        script,
+        faults=(fails, stopped, *calls),
+        ranks=2,
+        step_s=0.02,
+        move_s=0.03,
+        uneven=8.0,
+        rank_lag_s=rng.choice((0.02, 0.05, 0.1)),
+    )
+
+
+def _sums_in_turns(rng: random.Random) -> Script:
+    """Nothing goes wrong; ranks just sum so little at a time that one span takes several turns, and hand-offs take turns."""
+    requests = tuple(
+        make_request(rng, rng.choice(list(Mode)), tokens=rng.randint(2, 6), chunk=rng.choice((1, 3, 6)), at_s=0.002 * number)
+        for number in range(rng.randint(1, 4))
+    )
+    script = make_stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    preempted = Fault(FaultKind.PREEMPT, rng.uniform(0.0, 0.05), who="p0")
+    return msgspec.structs.replace(
+        script,
+        requests=requests,
+        faults=(preempted,)[: rng.randint(0, 1)],
+        integrity=Integrity.FULL,
+        aux_channel=rng.choice(list(AuxChannel)),
+        layers=2,
+        move_s=0.002,
+        few_cells=rng.randint(1, 4),
+        rank_lag_s=rng.choice((0.0, 0.001)),
+    )
+
+
+def _aux_asked_for_again(rng: random.Random) -> Script:
+    """A target could not read an aux record and has asked for it in a message; then what it sent before arrives again."""
+    request = make_request(rng, Mode.PUSH, tokens=rng.randint(2, 4))
+    script = make_stage(rng, writes=True, request=request)
+    fails = Fault(rng.choice((FaultKind.COPY_FAILS, FaultKind.CORRUPT)), 0.0, who="d0", number=0)
+    replays = Fault(FaultKind.REPLAY, rng.uniform(0.0, 0.3), who="d0", other="p0", for_s=rng.choice((0.05, 0.3)), number=40)
+    return msgspec.structs.replace(
+        script, faults=(fails, replays), move_s=rng.choice((0.02, 0.05)), step_s=0.005, aux_channel=AuxChannel.DATA
+    )
+
+
+def _called_too_early(rng: random.Random) -> Script:
+    """A grant waits for the engine's own request, and the engine calls for what it has not asked for, or is over."""
+    requests = tuple(
+        make_request(rng, Mode.PUSH, tokens=rng.randint(2, 4), at_s=0.05 * number, prefill_delay_s=rng.choice((0.1, 0.3)))
+        for number in range(rng.randint(1, 3))
+    )
+    script = make_stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    calls = tuple(
+        Fault(FaultKind.STRAY, rng.uniform(0.0, 0.4), who="p0", other="engine", number=rng.randrange(6)) for _ in range(8)
+    )
+    return msgspec.structs.replace(script, requests=requests, faults=calls, move_s=0.02)
+
+
+def _full_for_a_moment(rng: random.Random) -> Script:
+    """A transport takes nothing for a moment, while one batch after the other is to be posted: none is lost, or asked about
+    again and again.
+    """
+    requests = tuple(
+        make_request(
+            rng, rng.choice((Mode.PUSH, Mode.PUSH, Mode.PULL)), tokens=6, chunk=rng.choice((1, 2, 6)), at_s=0.02 * number
+        )
+        for number in range(rng.randint(1, 2))
+    )
+    script = make_stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    is_writing = requests[0].mode is Mode.PUSH and (script.unfenced_writes or script.late_writes is LateWrites.REVOCABLE)
+    full = Fault(
+        FaultKind.QUEUE_FULL,
+        rng.uniform(0.0, 0.1),
+        who="p0" if is_writing else "d0",
+        for_s=rng.choice((0.02, 0.1, 0.4)),
+        number=rng.randint(0, 1),
+    )
+    return msgspec.structs.replace(
+        script,
+        requests=requests,
+        faults=(full,),
+        layers=2,
+        step_s=0.005,
+        move_s=rng.choice((0.002, 0.02)),
+        few_cells=rng.choice((0, 1, 2)),
+        rank_lag_s=rng.choice((0.0, 0.001)),
+    )
+
+
+def _wanted_after_all(rng: random.Random) -> Script:
+    """A target refuses a request of which its source has yet to get its half, and then takes it up: it queues for memory, and
+    nothing but its heartbeats shows that.
+    """
+    first = make_request(rng, Mode.PUSH, tokens=4)
+    again = make_request(
+        rng,
+        Mode.PUSH,
+        tokens=4,
+        at_s=0.1,
+        prefill_delay_s=rng.choice((0.8, 1.2)),
+        retries=1,
+        retry_after_s=0.1,
+        reuse_id=True,
+        transfer_id=rng.choice((None, "whole")),
+    )
+    script = make_stage(rng, writes=rng.random() < 0.5, request=first)
+    refused = Fault(FaultKind.REFUSE, 0.09, who="d0", number=1, is_whole=again.transfer_id is not None)
+    return msgspec.structs.replace(
+        script, requests=(first, again), faults=(refused,), decode_blocks=4, decode_s=2.5, move_s=0.005, router_cancels=0.0
+    )
+
+
+def _overtaken(rng: random.Random) -> Script:
+    """Heartbeats of a target that queued are late, and arrive when it has granted what they name without a grant."""
+    first = make_request(rng, Mode.PUSH, tokens=4)
+    queued = make_request(rng, Mode.PUSH, tokens=4, at_s=0.05)
+    script = make_stage(rng, writes=rng.random() < 0.5, request=first)
+    freed_s = rng.uniform(0.5, 0.7)
+    late = Fault(FaultKind.DELAY, rng.uniform(0.1, 0.45), who="d0", other="p0", for_s=rng.uniform(0.2, 0.6))
+    return msgspec.structs.replace(
+        script, requests=(first, queued), faults=(late,), decode_blocks=4, decode_s=freed_s, move_s=0.005, step_s=0.15
+    )
+
+
+def _target_of_another_release(rng: random.Random) -> Script:
+    """A target of another release leaves out how many tokens it has blocks for, and claims that what it stops was delivered."""
+    requests = tuple(make_request(rng, rng.choice(list(Mode)), at_s=0.1 * number) for number in range(rng.randint(1, 3)))
+    script = make_stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    other = Fault(FaultKind.STRAY, 0.0, who="d0", other="release")
+    cancelled = Fault(FaultKind.CANCEL_TARGET, rng.uniform(0.0, 0.3), number=0)
+    return msgspec.structs.replace(
+        script,
+        requests=requests,
+        faults=(other, cancelled)[: rng.randint(1, 2)],
+        integrity=rng.choice((Integrity.OFF, Integrity.FULL)),
+        router_cancels=0.0,
+    )
+
+
+def _shut_down(rng: random.Random) -> Script:
+    """One of two instances is stopped in good order, whatever its hand-offs are doing, and comes back."""
+    requests = tuple(
+        make_request(
+            rng,
+            rng.choice(list(Mode)),
+            at_s=0.04 * number,
+            retries=2,
+            prefill_delay_s=rng.choice((0.0, 0.3)),
+            decode_delay_s=rng.choice((0.0, 0.0, 0.3)),
+        )
+        for number in range(rng.randint(1, 4))
+    )
+    script = make_stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    stopped = Fault(FaultKind.RESTART, rng.uniform(0.0, 0.4), who=rng.choice(("p0", "d0")), is_whole=True)
+    return msgspec.structs.replace(
+        script, requests=requests, faults=(stopped,), one_host=False, decode_blocks=rng.choice((6, 24)), step_s=0.02
+    )
+
+
+def _preempted_again(rng: random.Random) -> Script:
+    """A prefill is preempted again and again, while its target still reads, or waits for the reads, of what was void before."""
+    request = make_request(rng, Mode.PUSH, tokens=rng.randint(3, 6), chunk=rng.choice((1, 3)))
+    script = make_stage(rng, writes=False, request=request)
+    first_s = rng.uniform(0.01, 0.04)
+    preempted = tuple(Fault(FaultKind.PREEMPT, first_s + 0.02 * number, who="p0") for number in range(rng.randint(2, 4)))
+    return msgspec.structs.replace(
+        script, faults=preempted, step_s=0.004, move_s=0.2, uneven=4.0, integrity=rng.choice((Integrity.OFF, Integrity.FULL))
+    )
+
+
+def _asked_while_computing(rng: random.Random) -> Script:
+    """A source is asked for a confirmation of what it is still computing, whichever side moves it."""
+    request = make_request(rng, Mode.PUSH, tokens=6, chunk=1)
+    script = make_stage(rng, writes=rng.random() < 0.5, request=request)
+    strays = Fault(FaultKind.STRAY, 0.0, who="p0", number=30)
+    return msgspec.structs.replace(script, faults=(strays,), move_s=0.002, step_s=0.02)
+
+
+def _declined_beside(rng: random.Random) -> Script:
+    """A target refuses a request as a whole while its source computes one prompt of it, which that target has granted."""
+    requests = tuple(
+        make_request(
+            rng,
+            Mode.PUSH,
+            tokens=6,
+            chunk=1,
+            at_s=0.06 * number,
+            transfer_id="whole",
+            prompt_index=number,
+            decode_delay_s=0.001,
+        )
+        for number in range(rng.randint(2, 3))
+    )
+    script = make_stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    refused = Fault(FaultKind.REFUSE, 0.06 * len(requests) - 0.07, who="d0", number=1, is_whole=True)
+    return msgspec.structs.replace(script, requests=requests, faults=(refused,), step_s=0.03, router_cancels=0.0)
+
+
+SOURCES: tuple[Drill, ...] = (
+    _computed_in_vain,
+    _offered_whole,
+    _refused_at_source,
+    _fails_while_stopped,
+    _sums_in_turns,
+    _aux_asked_for_again,
+    _called_too_early,
+    _full_for_a_moment,
+    _wanted_after_all,
+    _overtaken,
+    _target_of_another_release,
+    _shut_down,
+    _preempted_again,
+    _asked_while_computing,
+    _declined_beside,
+)
+"""Drills about what a source meets rarely."""

@@ -1,0 +1,233 @@
+"""What a source is held to while it keeps something for a target: for how long, and that what it sends is true: to whom it
+shows that it lives, what it has computed, how something has ended. And that nothing is summed for what is over.
+
+Leases and caps are worked out here a second time, from the records alone and from one look to the next. Few runs wait until a
+wrong one is over, and in most of them a message has renewed it by then: so the times themselves are looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from kvbaton.agent.coordinator import Coordinator
+from kvbaton.agent.engine_port import EngineEvent, Granted, SourceEnded
+from kvbaton.agent.rank_orders import CopyId, DropSums, RankOrder, SumSpans, sums_by_leg
+from kvbaton.agent.source import SourceRecord
+from kvbaton.agent.target import TargetRecord
+from kvbaton.config import Limits
+from kvbaton.core.aux_area import pack_aux
+from kvbaton.core.handoff import AuxChannel, HandoffKey, Outcome, Span
+from kvbaton.core.lifecycle import SourceState, TargetState
+from kvbaton.core.messages import Announced, AuxSent, Confirmed, Heartbeat, Message, Over, Prefilled, Refused
+from kvbaton.core.timeline import Note, Side, Stage
+from kvbaton.sim.records import SOURCE_STAGES
+
+__all__ = ["SourceWatch"]
+
+_SMALL_S = 1e-6
+_COMPUTED = (Announced, Prefilled, Confirmed)
+
+_LEASED = frozenset(
+    {
+        (SourceState.PARKED, SourceState.STREAMING),
+        (SourceState.PARKED, SourceState.SERVING),
+        (SourceState.QUEUED, SourceState.STREAMING),
+        (SourceState.QUEUED, SourceState.HELD),
+        (SourceState.QUEUED, SourceState.SERVING),
+        (SourceState.HELD, SourceState.SERVING),
+        (SourceState.STREAMING, SourceState.SERVING),
+    }
+)
+"""Steps with which a target's silence counts from anew: it has just granted, or there is something new to ask about."""
+
+
+class _Held(NamedTuple):
+    """What was seen of a record. It keeps the record, whose place in memory no other one takes meanwhile."""
+
+    record: SourceRecord
+    state: SourceState
+    generation: int
+    furthest: tuple[int, int]
+    capped_at: float
+
+
+class SourceWatch:
+    """Sees what one instance sends and orders as a source, and looks at its records."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        clock: Callable[[], float],
+        limits: Limits,
+        holds_aux: Callable[[], bool],
+        *,
+        is_noted: bool,
+    ) -> None:
+        self._coordinator = coordinator
+        self._source = coordinator.source
+        self._clock = clock
+        self._limits = limits
+        self._holds_aux = holds_aux
+        self._has_notes = is_noted
+        self._held: dict[int, _Held] = {}
+        self._noted: set[tuple[object, ...]] = set()
+        """What was noted for operators, and has yet to be done, by key and stage; of spans, with their tokens and layers."""
+        self._ended: dict[HandoffKey, tuple[Outcome | None, str]] = {}
+        self._isolated: list[TargetRecord] = []
+        self._summed: dict[tuple[Side, HandoffKey, int], CopyId] = {}
+        """Of every rank what it was last ordered to sum for a side of a hand-off, and not to drop."""
+
+    def on_order(self, rank: int, order: RankOrder) -> None:
+        """A rank is given an order."""
+        if isinstance(order, SumSpans):
+            self._summed[order.side, order.copy.key, rank] = order.copy
+        elif isinstance(order, DropSums):
+            self._summed.pop((order.side, order.key, rank), None)
+
+    def reset_problem(self) -> str:
+        """What is wrong with an order to register memory anew: each hand-off has it done once, when nothing else has helped."""
+        live = self._coordinator.target.live.values()
+        before, self._isolated = self._isolated, [each for each in live if each.state is TargetState.ISOLATED]
+        is_new = any(all(each is not other for other in before) for each in self._isolated)
+        return "" if is_new else "all memory is registered anew, and for no hand-off for the first time"
+
+    def note(self, note: Note) -> None:
+        """Something is noted for operators."""
+        if note.side is Side.SOURCE and note.stage is Stage.ENDED:
+            self._ended[note.key] = note.outcome, note.text
+        elif note.side is Side.SOURCE:
+            where = (note.first_token, note.end_token, note.first_layer, note.end_layer)
+            self._noted.add((note.key, note.stage, *where))
+
+    def _is_noted(self, key: HandoffKey, stage: Stage, span: Span | None = None) -> bool:
+        """Whether something was noted, once for each time that it is done; always, where no notes are taken."""
+        where = (0, 0, 0, 0) if span is None else (span.first_token, span.end_token, span.first_layer, span.end_layer)
+        is_noted = (key, stage, *where) in self._noted
+        self._noted.discard((key, stage, *where))
+        return is_noted or not self._has_notes
+
+    def event_problem(self, event: EngineEvent) -> str:
+        """What is wrong with an event that the engine takes at once."""
+        record = self._source.live.get(event.key)
+        if isinstance(event, SourceEnded) and self._ended.pop(event.key, None) not in (None, (event.outcome, event.reason)):
+            return f"another end was noted than {event}"
+        if isinstance(event, Granted) and record is not None and record.grant is not None:
+            if event.cached_tokens != record.grant.cached_tokens:
+                return f"{record.grant.cached_tokens} tokens are cached at the target: {event}"
+            if not self._is_noted(event.key, Stage.GRANTED):
+                return f"not noted: {event}"
+        return ""
+
+    def sent_problem(self, recipient: str, message: Message) -> str:
+        """What is wrong with a message that is being sent."""
+        if isinstance(message, _COMPUTED):
+            record = self._source.live.get(message.key)
+            return "" if record is None else self._computed_problem(record, message)
+        if isinstance(message, Heartbeat):
+            return self._beat_problem(recipient, message) if message.from_source else ""
+        if isinstance(message, AuxSent):
+            return self._aux_problem(message)
+        if isinstance(message, Over):
+            end = vars(self._source)["_ended"].get((recipient, message.key, message.grant))
+            return "" if end is None or end == message else f"it ended as {end}: {message}"
+        if isinstance(message, Refused) and message.stale:
+            is_used = "was used before" in message.reason
+            return "" if is_used == (message.sequence <= (message.used_up_to or 0)) else f"another reason is true: {message}"
+        return ""
+
+    def _computed_problem(self, record: SourceRecord, message: Announced | Prefilled | Confirmed) -> str:
+        """What is wrong with a message about what is computed; numbers of a grant and a generation are those in hand."""
+        count, key = len(record.spans), record.key
+        if (record.grant_number, record.generation) != (message.grant, message.generation):
+            return f"grant {record.grant_number} and generation {record.generation} are in hand: {message}"
+        match message:
+            case Announced():
+                if message.blocks != (() if record.writes else record.blocks):
+                    return f"the blocks that its target reads from are {() if record.writes else record.blocks}: {message}"
+                noted = [self._is_noted(key, Stage.ANNOUNCED, span) for span in message.spans]
+                if not all(noted):
+                    return f"not noted, or not all of it: {message}"
+            case Prefilled():
+                held_s = max(0.0, self._clock() - record.held_since)
+                tokens = None if record.offer is None else record.offer.tokens
+                if (message.span_count, message.tokens) != (count, tokens) or abs(message.held_s - held_s) > _SMALL_S:
+                    return f"{count} spans of {tokens} tokens are held for {held_s} s: {message}"
+                if self._has_notes and (key, Stage.PREFILLED, 0, 0, 0, 0) not in self._noted:
+                    return f"not noted: {message}"
+            case Confirmed():
+                sums = {(each.leg, each.span): each.value for each in message.sums}
+                if message.span_count != count or sums != sums_by_leg(record.sums):
+                    return f"{count} spans have the sums {sums_by_leg(record.sums)}: {message}"
+                if not self._is_noted(key, Stage.CONFIRMED):
+                    return f"not noted: {message}"
+        return ""
+
+    def _beat_problem(self, recipient: str, beat: Heartbeat) -> str:
+        busy_since = self._source.busy_since
+        due = [
+            (record.key, record.grant_number)
+            for record in self._source.live.values()
+            if record.target == recipient
+            and record.state is not SourceState.STOPPING
+            and (record.state is not SourceState.PARKED or record.parked_at >= busy_since)
+        ]
+        return "" if list(beat.live) == due else f"{due} wait for a sign of life: {beat}"
+
+    def _aux_problem(self, message: AuxSent) -> str:
+        if (message.aux is None) is (message.pointer is None):
+            return f"a record, and where it lies, or neither: {message}"
+        record = self._source.live.get(message.key)
+        if message.aux is None or record is None or record.grant is None or record.grant_number != message.grant:
+            return ""
+        if record.grant.aux_channel is AuxChannel.DATA and self._holds_aux():
+            size = len(pack_aux(record.key, message.grant, record.generation, message.aux))
+            if not self._source.aux_slots.refusal(size):
+                return f"there is a slot for the aux record, and its target would read it there: {message}"
+        return ""
+
+    def time_problems(self, now: float) -> Iterable[str]:
+        """Leases and caps that are not what they have to be."""
+        if self._source.live:
+            return self._wrong_times(now)
+        if self._held:
+            self._held.clear()
+        return ()
+
+    def _wrong_times(self, now: float) -> Iterator[str]:
+        before, self._held, limits = self._held, {}, self._limits
+        for record in self._source.live.values():
+            state = record.state
+            if (stage := SOURCE_STAGES.get(state)) is None:
+                continue
+            seen, generation = before.get(id(record)), record.generation
+            is_queued, has_target = state is SourceState.QUEUED, record.target is not None
+            if is_queued:
+                place = stage, int(has_target)
+            else:
+                moved = sum(map(len, record.moved.values())) if record.moved else 0
+                place = stage, len(record.spans) + moved + len(record.sums)
+            furthest, capped_at = ((-1, 0), 0.0) if seen is None else (seen.furthest, seen.capped_at)
+            if place > furthest:
+                furthest = place
+                capped_at = now + (limits.queue_timeout if is_queued and not has_target else limits.hold_cap)
+            elif seen is not None and seen.generation != generation:
+                # What was computed between two looks, and retracted before the second, is not seen; that it renewed the cap is.
+                furthest = max(furthest, record.furthest)
+                capped_at = max(capped_at, min(record.capped_at, now + limits.hold_cap))
+            if abs(record.capped_at - capped_at) > _SMALL_S:
+                yield f"{record.key} is {state}, and may last until {record.capped_at}, and not {capped_at}, at {now}"
+            is_leased = seen is not None and seen.state is not state and (seen.state, state) in _LEASED
+            if is_leased and record.lease_until < now + limits.defer_timeout - _SMALL_S:
+                yield f"{record.key} has become {state} at {now}, and its lease ends at {record.lease_until}"
+            self._held[id(record)] = _Held(record, state, generation, furthest, record.capped_at)
+
+    def sum_problems(self) -> Iterable[str]:
+        """Sums that no side of a hand-off waits for any more, and that no rank was ordered to drop."""
+        return self._left_to_sum() if self._summed else ()
+
+    def _left_to_sum(self) -> Iterator[str]:
+        for (side, key, rank), copy in self._summed.items():
+            record = (self._source if side is Side.SOURCE else self._coordinator.target).live.get(key)
+            if record is None or record.copy != copy:
+                yield f"rank {rank} is left to sum {copy} for a {side}"
