@@ -775,11 +775,26 @@ class TargetSide:
             # Of a sequence number that this grant never had: its frame was changed on the way, and the true one may have been
             # accepted. Taken as the end, it would free blocks that the source writes to.
             self.late_total["refused"] += 1
+        elif refused.stale and not refused.sequence and record.executor is Executor.SOURCE_WRITES:
+            self._end_unnumbered(record, sender, refused)
         elif refused.stale and record.state is TargetState.GRANTED:
             self._grant_anew(record, sender, refused.used_up_to)
         else:
             record.peer_is_quiet = True
             self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, refused.reason)
+
+    def _end_unnumbered(self, record: TargetRecord, source: Incarnation, refused: Refused) -> None:
+        """A source that writes has refused a number as stale, without naming it, as an older release may.
+
+        The refusal may be about a frame that was changed on the way, and the source may write under the true grant. So it is no
+        proof that the source is quiet, and the same blocks are not granted again: a stop of the second grant would be answered
+        although the first is still written to. It ends, and only the answer to its own Stop gives the blocks back. The
+        next hand-off begins with a number that the source accepts.
+        """
+        following = next_sequence(self._last_sequence.get(source, 0), refused.used_up_to)
+        if record.state is TargetState.GRANTED and following <= MAX_NUMBER:
+            self._last_sequence[source] = following - 1
+        self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, refused.reason)
 
     def _grant_anew(self, record: TargetRecord, source: Incarnation, used_up_to: int) -> None:
         """A number was refused as stale: take the next one that the source accepts, unless it has refused too many."""

@@ -83,6 +83,34 @@ def _stale_together(rng: random.Random) -> Script:
     return structs.replace(script, requests=requests, faults=(forged,), move_s=0.01, prefill_blocks=40, decode_blocks=40)
 
 
+def _refused_without_a_number(rng: random.Random) -> Script:
+    """A source that writes, of an older release, does not name the number that it refuses: of a forged grant beside the true
+    one. The target ends one of its hand-offs while the next answer, or its own next message, is late or lost.
+    """
+    delay_s = rng.choice((0.0, 0.04))  # The second: much is computed, and written at once, when the grant comes.
+    requests = tuple(make_request(rng, Mode.PUSH, tokens=6, chunk=1, decode_delay_s=delay_s) for _ in range(rng.randint(1, 4)))
+    script = make_stage(rng, writes=True, request=requests[0])
+    at_s = delay_s + rng.uniform(0.001, 0.006)
+    late = Fault(FaultKind.SLOW, at_s, who="p0", other="d0", for_s=0.05, number=1)
+    lost = Fault(FaultKind.CUT, at_s, who="d0", other="p0", for_s=rng.choice((0.002, 0.004, 0.01)))
+    faults = (
+        Fault(FaultKind.BAD_GRANT, 0.0, who="d0", number=rng.randint(2, 5)),
+        Fault(FaultKind.STRAY, 0.0, who="p0", other="release"),
+        rng.choice((late, lost)),
+        Fault(FaultKind.CANCEL_TARGET, at_s + rng.uniform(0.001, 0.02), number=0),
+    )
+    return structs.replace(
+        script,
+        requests=requests,
+        faults=faults,
+        move_s=0.02,
+        step_s=0.005,
+        prefill_blocks=40,
+        decode_blocks=40,
+        router_cancels=0.0,
+    )
+
+
 def _cancelled_while_summed(rng: random.Random) -> Script:
     """A hand-off ends while the reports of one rank are under way, and the same id is tried again: they are not of that one."""
     again = {"retries": 1, "retries_once": True, "reuse_id": True, "retry_after_s": 0.01}
@@ -127,6 +155,9 @@ PEERS: tuple[Drill, ...] = (
     _dialled_for_nothing,
     _stopped_then_refused,
     _stale_together,
+    _refused_without_a_number,
+    _refused_without_a_number,
+    _refused_without_a_number,
     _cancelled_while_summed,
     _cancelled_while_summed,
     _no_peer_there,

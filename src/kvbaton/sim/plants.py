@@ -348,6 +348,14 @@ class _QuietByAnEarlierEnd(TargetSide):
         super().on_over(sender, over)
 
 
+class _QuietByAnyRefusal(TargetSide):
+    """Takes a refusal that names no number for the promise that the source writes under no grant of that hand-off."""
+
+    def _end_unnumbered(self, record: TargetRecord, source: Incarnation, refused: Refused) -> None:
+        record.peer_is_quiet = True
+        super()._end_unnumbered(record, source, refused)
+
+
 class _LandedTwice(TargetSide):
     """Lets decode start again when the source confirms again."""
 
@@ -587,6 +595,7 @@ def _plants() -> Iterator[tuple[str, str, str, Bugs]]:
     yield "freed-before-acknowledgement", "block freed before the acknowledgement", "epoch", early
     yield "freed-on-time-alone", "target freed on time alone", "epoch", _sides(target=_FreedOnTimeAlone)
     yield "quiet-by-an-earlier-end", "end without the grant taken for quiet", "epoch", _sides(target=_QuietByAnEarlierEnd)
+    yield "quiet-by-any-refusal", "refusal without a number taken for quiet", "epoch", _sides(target=_QuietByAnyRefusal)
     yield "epoch-not-checked", "epoch not checked", "epoch", _sides(target=_EpochNotChecked)
     yield "generation-not-checked", "generation not checked", "foreign byte", _sides(source=_GenerationNotChecked)
     after = "confirmed after the last byte"

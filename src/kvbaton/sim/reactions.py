@@ -482,8 +482,10 @@ class Reactions:
                 case Confirmed():
                     is_taken = record.is_confirmed if not is_reading else state is not TargetState.CONFIRMING
                 case Refused():
-                    # A number alone is replaced by another; a hand-off that is refused ends.
-                    is_taken = record.peer_is_quiet or (message.stale and record.grant != message.grant)
+                    # A number alone is replaced by another; a hand-off that is refused ends. Without the number that it is
+                    # about, a refusal is no proof that the source is quiet.
+                    is_unproven = message.stale and not message.sequence and not is_reading and record.state in _CLOSING
+                    is_taken = record.peer_is_quiet or is_unproven or (message.stale and record.grant != message.grant)
                 case Over() | Stopped():
                     is_taken = record.peer_is_quiet or message.grant != record.grant or state not in _CLOSING
             is_taken = is_taken or (state in _CLOSING and not isinstance(message, Refused | Over | Stopped))
