@@ -28,6 +28,10 @@ from kvbaton.transport.base import LateWrites
 
 SEEDS = 2000
 NEAR = {
+    "not-dialled-again": 2,
+    "dialled-again-by-chance": 80,
+    "first-frames-forgotten": 48,
+    "first-route-kept": 126,
     "asks-for-every-frame": 36,
     "preempted-fails": 10,
     "silence-not-measured": 16,
@@ -35,7 +39,7 @@ NEAR = {
     "first-blocks-kept": 1762,
     "confirmed-when-asked": 698,
     "fenced-by-one-rank": 618,
-    "frames-before-commands": 226,
+    "frames-before-commands": 186,
     "rank-loss-ignored": 26,
     "moved-of-an-earlier-generation": 1383,
     "late-card": 595,
@@ -66,10 +70,10 @@ NEAR = {
     "vllm-retry-taken-for-ended": 38,
     "vllm-received-when-cancelled": 422,
     "vllm-one-rank-reports": 6,
-    "vllm-announced-by-one-rank": 406,
-    "vllm-blocks-of-an-earlier-step": 758,
+    "vllm-announced-by-one-rank": 246,
+    "vllm-blocks-of-an-earlier-step": 1926,
     "vllm-preempted-not-retracted": 630,
-    "vllm-other-ranks-not-awaited": 486,
+    "vllm-other-ranks-not-awaited": 1446,
     "vllm-last-block-cut": 22,
     "freed-when-offered": 14,
     "no-reserve-in-pull": 142,

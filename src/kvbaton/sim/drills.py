@@ -49,11 +49,13 @@ def _script_of_seed(seed: int) -> Script:
 
 
 def _with_sockets(script: Script) -> Script:
-    """Let the control sockets of production carry the messages of some runs: half of those with a driver, and of random ones.
+    """Let the control sockets of production carry the messages of some runs with a driver, and of random ones.
 
     Not where frames come from elsewhere than a peer at its own connection: no other frame would be let in.
     """
-    has_sockets = random.Random(f"sockets {script.seed}").random() < 0.5
+    # Fewer of vLLM's: what its plants break has nothing to do with connections, and takes many runs to show.
+    share = 0.15 if any(cache.vllm is not None for cache in script.caches) else 0.5
+    has_sockets = random.Random(f"sockets {script.seed}").random() < share
     has_strays = any(fault.kind in _STRAY_FRAMES for fault in script.faults)
     if not has_sockets or has_strays or not (script.has_driver or script.seed % 16 == 0):
         return script
