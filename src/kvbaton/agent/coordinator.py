@@ -24,7 +24,7 @@ from kvbaton.agent.rank_orders import (
     RankReport,
     RegionFenced,
     SpansMoved,
-    SpanSummed,
+    SpansSummed,
 )
 from kvbaton.agent.source import SourceSide
 from kvbaton.agent.target import TargetSide
@@ -32,6 +32,7 @@ from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.card import Card, check_compatible
+from kvbaton.core.checks import size_worth_summing
 from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Span
 from kvbaton.core.messages import (
     Announced,
@@ -181,7 +182,8 @@ class Coordinator:
         """The latest epoch in which each rank has fenced a peer. Kept: a peer may be fenced again before every rank has."""
         self._region_epochs: dict[int, int] = {}
         self._region_epoch = 0
-        self.source = self.source_side(len(card.ranks), limits, clock, control, ranks, engine, observe, card.ranks[0].aux)
+        aux, sum_size = card.ranks[0].aux, size_worth_summing(rank.layout for rank in card.ranks)
+        self.source = self.source_side(len(card.ranks), limits, clock, control, ranks, engine, observe, aux, sum_size)
         self.target = self.target_side(card, transport, limits, clock, control, ranks, engine, settings, observe)
         self.handlers: dict[type[Message], Callable[[Incarnation, Any], None]] = {
             Grant: self._on_grant,
@@ -303,29 +305,23 @@ class Coordinator:
     # Reports of the ranks.
 
     def take_report(self, reports: deque[RankReport]) -> None:
-        """Take the first report of a queue; with that of a sum, all about other spans of that copy that follow it."""
-        report = reports.popleft()
-        if isinstance(report, SpansMoved):
-            (self.source if self.source.owns_copy(report.copy) else self.target).on_copy(report)
-        elif isinstance(report, SpanSummed):
-            side = self.source if report.side is Side.SOURCE else self.target
-            side.on_summed_spans(_take_alike(report, reports))
-        else:
-            self.on_rank(report)
+        """Take the first report of a queue."""
+        self.on_rank(reports.popleft())
 
     def on_rank(self, report: RankReport) -> None:
         """A rank of ours reports. A fence counts when every rank has it: until then one of them may still be written to."""
         match report:
+            # The two that every hand-off has come first.
+            case SpansMoved() | CopyFailed() | CopyStopped():
+                (self.source if self.source.owns_copy(report.copy) else self.target).on_copy(report)
+            case SpansSummed():
+                (self.source if report.side is Side.SOURCE else self.target).on_summed_spans(report)
             case PeerFenced():
                 self._on_peer_fenced(report)
             case RegionFenced():
                 self._on_region_fenced(report)
             case AuxRead():
                 self.target.on_aux_read(report)
-            case SpanSummed():
-                (self.source if report.side is Side.SOURCE else self.target).on_summed_spans([report])
-            case SpansMoved() | CopyFailed() | CopyStopped():
-                (self.source if self.source.owns_copy(report.copy) else self.target).on_copy(report)
             case _:
                 assert_never(report)
 
@@ -476,14 +472,3 @@ class Coordinator:
         self._ranks.send_all(Disconnect(incarnation))
         self.source.on_peer_gone(incarnation, reason)
         self.target.on_peer_gone(incarnation, reason)
-
-
-def _take_alike(report: SpanSummed, reports: deque[RankReport]) -> list[SpanSummed]:
-    """This report, and what follows it in a queue of the same side, about the same copy on the same rank, taken from there."""
-    side, copy, rank, alike = report.side, report.copy, report.rank, [report]
-    while reports and isinstance(following := reports[0], SpanSummed) and following.rank == rank and following.side is side:
-        if following.copy is not copy and following.copy != copy:
-            break
-        reports.popleft()
-        alike.append(following)
-    return alike

@@ -15,7 +15,7 @@ from kvbaton.agent.rank_orders import RankOrder
 from kvbaton.config import Trust
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import ProcessId
-from kvbaton.core.checks import Pieces
+from kvbaton.core.checks import BlockSums, Pieces
 from kvbaton.core.handoff import Executor, Incarnation
 from kvbaton.core.messages import Envelope, Message
 
@@ -100,6 +100,9 @@ class Memory(Protocol):
 
     def sums(self, pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
         """The checksums of consecutive parts of these pieces, each up to the number in `ends`; the first continues `value`."""
+
+    def sum_blocks(self, blocks: BlockSums, most_bytes: int) -> tuple[list[int], int] | None:
+        """The checksums of spans, and how many bytes that were; None, and nothing was summed, where `sums` has to do it."""
 
     def read(self, offset: int, size_bytes: int) -> bytes:
         """A copy of these bytes."""

@@ -24,9 +24,9 @@ from kvbaton.agent.ports import Clock, Memory
 from kvbaton.agent.rank_orders import CopyId
 from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.card import Card, Endpoint
-from kvbaton.core.checks import LegPart, PiecePlanner, Pieces
+from kvbaton.core.checks import BlockSums, LegPart, PiecePlanner, Pieces
 from kvbaton.core.fused import split_fused
-from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Incarnation, Span
+from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Incarnation, Span, span_rows
 from kvbaton.core.layout import Layout
 from kvbaton.core.legs import Leg, assign_legs
 from kvbaton.core.lifecycle import COPY, CopyEffect, CopyEvent, CopyState, CopyTable
@@ -43,7 +43,7 @@ __all__ = ["NO_CONTROLS", "Backlog", "Part", "RankAgent", "RankControls", "Regio
 _FIRST_WAIT_S = 0.001
 _LONGEST_WAIT_S = 0.05
 
-_TURN_BYTES = 2 << 20
+_TURN_BYTES = 8 << 20
 
 _MAX_UNREACHABLE = 4096
 
@@ -146,6 +146,9 @@ class RegionMemory:
     def sums(self, pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
         return self._summer.sums(pieces, ends, value)
 
+    def sum_blocks(self, blocks: BlockSums, most_bytes: int) -> tuple[list[int], int] | None:
+        return self._summer.sum_blocks(blocks, most_bytes)
+
     def read(self, offset: int, size_bytes: int) -> bytes:
         return bytes(self._view[offset : offset + size_bytes])
 
@@ -153,10 +156,19 @@ class RegionMemory:
         self._view[offset : offset + len(data)] = data
 
 
+@dataclass(slots=True)
+class _BlockJob:
+    """Spans that are to be summed in short form, in one go."""
+
+    order: rank_orders.SumSpans
+    legs: Mapping[int, PiecePlanner]
+    blocks: BlockSums
+
+
 class _SumJob:
     """Spans that are to be summed together: every leg of the first one, then every leg of the next one, and so on."""
 
-    def __init__(self, copy: CopyId, spans: tuple[int, ...], legs: tuple[int, ...], pieces: Pieces, counts: list[int]) -> None:
+    def __init__(self, copy: CopyId, spans: list[int], legs: tuple[int, ...], pieces: Pieces, counts: list[int]) -> None:
         self.copy = copy
         self.spans = spans
         self.legs = legs
@@ -192,13 +204,17 @@ class _SumJob:
         self.sums += sums
         self.done = end
 
-    def take_complete(self) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
+    def take_complete(self) -> dict[int, tuple[tuple[int, int], ...]]:
         """The spans of which every leg is summed and that were not taken yet, each with its sums by leg."""
-        count = len(self.legs)
-        while self.reported < len(self.spans) and (self.reported + 1) * count <= len(self.sums):
-            first = self.reported * count
-            self.reported += 1
-            yield self.spans[self.reported - 1], tuple(zip(self.legs, self.sums[first : first + count], strict=True))
+        legs, sums, first = self.legs, self.sums, self.reported
+        # A rank without a leg has nothing to sum, and all of it is complete.
+        self.reported = len(sums) // len(legs) if legs else len(self.spans)
+        spans = enumerate(self.spans[first : self.reported], first)
+        if len(legs) == 1:
+            (leg,) = legs
+            return {span: ((leg, sums[index]),) for index, span in spans}
+        count = len(legs)
+        return {span: tuple(zip(legs, sums[index * count : (index + 1) * count], strict=True)) for index, span in spans}
 
 
 class Summer:
@@ -207,13 +223,13 @@ class Summer:
     turn_bytes = _TURN_BYTES
 
     def __init__(
-        self, rank: int, layout: Layout, memory: Memory | None, report: Callable[[rank_orders.SpanSummed], None]
+        self, rank: int, layout: Layout, memory: Memory | None, report: Callable[[rank_orders.SpansSummed], None]
     ) -> None:
         self._rank = rank
         self._whole = PiecePlanner(layout)
         self._memory = memory
         self._report = report
-        self._jobs: OrderedDict[tuple[Side, HandoffKey], deque[_SumJob]] = OrderedDict()
+        self._jobs: OrderedDict[tuple[Side, HandoffKey], deque[_SumJob | _BlockJob]] = OrderedDict()
 
     @property
     def has_work(self) -> bool:
@@ -223,61 +239,32 @@ class Summer:
     def add(self, order: rank_orders.SumSpans, legs: Mapping[int, PiecePlanner] | None = None) -> None:
         """Put spans on the list, leg by leg, or as one; what cannot be summed is reported at once."""
         of = {self._rank: self._whole} if legs is None else legs
-        planned: list[Pieces] = []
-        counts: list[int] = []
-        numbers: list[int] = []
-        for row in _rows(order.spans):
-            if (together := self._plan_row(order, row, of)) is not None:
-                planned.append(together[0])
-                counts += together[1]
-                numbers += [span.number for span in row]
-            else:
-                self._plan_each(order, row, of, planned, counts, numbers)
-        if numbers:
-            pieces = np.concatenate(planned) if planned else np.empty((0, 2), np.int64)
-            job = _SumJob(order.copy, tuple(numbers), tuple(of), pieces, counts)
+        job = self._block_job(order, of) or self._planned(order, of)
+        if job is not None:
             self._jobs.setdefault((order.side, order.copy.key), deque()).append(job)
 
-    def _plan_row(
-        self, order: rank_orders.SumSpans, row: tuple[Span, ...], legs: Mapping[int, PiecePlanner]
-    ) -> tuple[Pieces, list[int]] | None:
-        """The pieces of a chunk's layers, and how many each span has; None where they have to be planned one by one.
-
-        With several legs their sums take turns, span by span. What is refused is named for each span, by planning each.
-        """
+    def _block_job(self, order: rank_orders.SumSpans, legs: Mapping[int, PiecePlanner]) -> _BlockJob | None:
+        """The job in short form, where the cache of its only leg has one."""
         if len(legs) != 1 or self._memory is None:
             return None
         (planner,) = legs.values()
-        key, cached_tokens = order.copy.key, order.cached_tokens
+        blocks = planner.block_sums(order.blocks, order.copy.key, order.spans, order.cached_tokens, order.integrity)
+        return None if blocks is None else _BlockJob(order, legs, blocks)
+
+    def _planned(self, order: rank_orders.SumSpans, legs: Mapping[int, PiecePlanner]) -> _SumJob | None:
+        """The job piece by piece; None, and the reason is reported, where it cannot be done."""
         try:
-            return planner.plan_row(order.blocks, key, row, cached_tokens, order.integrity, order.total_tokens)
-        except KVBatonError:
+            if self._memory is None:
+                raise ConfigError("this rank was given no memory to sum; switch checksums off or give it one")
+            pieces, counts = _plan_sums(order, legs)
+        except KVBatonError as error:
+            self.refuse(order, str(error))
             return None
+        return _SumJob(order.copy, [span.number for span in order.spans], tuple(legs), pieces, counts)
 
-    def _plan_each(
-        self,
-        order: rank_orders.SumSpans,
-        spans: tuple[Span, ...],
-        legs: Mapping[int, PiecePlanner],
-        planned: list[Pieces],
-        counts: list[int],
-        numbers: list[int],
-    ) -> None:
-        for span in spans:
-            try:
-                if self._memory is None:
-                    raise ConfigError("this rank was given no memory to sum; switch checksums off or give it one")
-                parts = [_plan_sum(planner, order, span) for planner in legs.values()]
-            except KVBatonError as error:
-                self.refuse(order, span, str(error))
-            else:
-                planned += [piece for part in parts for piece in part]
-                counts += [sum(map(len, part)) for part in parts]
-                numbers.append(span.number)
-
-    def refuse(self, order: rank_orders.SumSpans, span: Span, reason: str) -> None:
-        """Report that a span is not summed, and why."""
-        self._report(rank_orders.SpanSummed(order.copy, order.side, self._rank, span.number, (), f"checksum: {reason}"))
+    def refuse(self, order: rank_orders.SumSpans, reason: str) -> None:
+        """Report that spans are not summed, and why."""
+        self._report(rank_orders.SpansSummed(order.copy, order.side, self._rank, {}, f"checksum: {reason}"))
 
     def drop(self, side: Side, key: HandoffKey) -> None:
         """Forget the sums of one side of a hand-off."""
@@ -295,9 +282,11 @@ class Summer:
             else:
                 del self._jobs[side, key]
 
-    def _continue(self, side: Side, jobs: deque[_SumJob], budget: int) -> int:
+    def _continue(self, side: Side, jobs: deque[_SumJob | _BlockJob], budget: int) -> int:
         """Continue the first job, and report what is complete, or that the rest of it cannot be done; returns the bytes."""
         job, summed = jobs[0], 0
+        if isinstance(job, _BlockJob):
+            return self._sum_blocks(jobs, job)
         try:
             if self._memory is not None:
                 end, summed = job.end_within(budget)
@@ -305,19 +294,48 @@ class Summer:
         except Exception as problem:
             jobs.popleft()
             error = f"checksum: {type(problem).__name__}: {problem}"
-            for span in job.spans[job.reported :]:
-                self._report(rank_orders.SpanSummed(job.copy, side, self._rank, span, (), error))
+            self._report(rank_orders.SpansSummed(job.copy, side, self._rank, {}, error))
             raise
-        for span, sums in job.take_complete():
-            self._report(rank_orders.SpanSummed(job.copy, side, self._rank, span, sums))
+        if complete := job.take_complete():
+            self._report(rank_orders.SpansSummed(job.copy, side, self._rank, complete))
         if job.reported == len(job.spans):
             jobs.popleft()
         return summed
 
+    def _sum_blocks(self, jobs: deque[_SumJob | _BlockJob], job: _BlockJob) -> int:
+        """Sum the first job at once; what is too long for a turn, or what the loop in C leaves to others, is planned."""
+        order = job.order
+        jobs.popleft()
+        try:
+            taken = None if self._memory is None else self._memory.sum_blocks(job.blocks, self.turn_bytes)
+        except Exception as problem:
+            self.refuse(order, f"{type(problem).__name__}: {problem}")
+            raise
+        if taken is None:
+            if (planned := self._planned(order, job.legs)) is not None:
+                jobs.appendleft(planned)
+            return 0
+        (leg,), (values, summed) = job.legs, taken
+        sums: dict[int, tuple[tuple[int, int], ...]] = {
+            span.number: ((leg, value),) for span, value in zip(order.spans, values, strict=True)
+        }
+        self._report(rank_orders.SpansSummed(order.copy, order.side, self._rank, sums))
+        return summed
 
-def _plan_sum(planner: PiecePlanner, order: rank_orders.SumSpans, span: Span) -> Sequence[Pieces]:
+
+def _plan_sums(order: rank_orders.SumSpans, legs: Mapping[int, PiecePlanner]) -> tuple[Pieces, list[int]]:
+    """The pieces of all spans, and how many each sum has. With several legs their sums take turns, span by span."""
     key, cached_tokens = order.copy.key, order.cached_tokens
-    return planner.plan(order.blocks, key, span, cached_tokens, order.integrity, order.total_tokens)
+    if len(legs) == 1:
+        (planner,) = legs.values()
+        return planner.plan_spans(order.blocks, key, order.spans, cached_tokens, order.integrity, order.total_tokens)
+    parts = [
+        planner.plan_spans(order.blocks, key, (span,), cached_tokens, order.integrity, order.total_tokens)
+        for span in order.spans
+        for planner in legs.values()
+    ]
+    pieces = np.concatenate([part for part, _ in parts]) if parts else np.empty((0, 2), np.int64)
+    return pieces, [count for _, counts in parts for count in counts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -571,8 +589,7 @@ class RankAgent:
         elif order.peer is None:
             self._summer.add(order)
         else:
-            for span in order.spans:
-                self._summer.refuse(order, span, f"{order.peer} is not connected")
+            self._summer.refuse(order, f"{order.peer} is not connected")
 
     def _read_aux(self, order: rank_orders.ReadAux) -> None:
         runs = np.array([[order.offset, order.slot, order.size_bytes]], np.uint64)
@@ -790,7 +807,7 @@ def _neighbours(spans: tuple[Span, ...]) -> Iterator[tuple[Span, ...]]:
     A part is layers of the same tokens that follow each other, or chunks of the same layers, each in such a row, that do.
     """
     part: tuple[Span, ...] = ()
-    for row in _rows(spans):
+    for row in span_rows(spans):
         if part and (part[0].first_layer, part[-1].end_layer, part[-1].end_token) == (
             row[0].first_layer,
             row[-1].end_layer,
@@ -803,14 +820,3 @@ def _neighbours(spans: tuple[Span, ...]) -> Iterator[tuple[Span, ...]]:
             part = row
     if part:
         yield part
-
-
-def _rows(spans: tuple[Span, ...]) -> Iterator[tuple[Span, ...]]:
-    """Spans in rows that follow each other in layers and have the same tokens."""
-    first = 0
-    for index, (span, after) in enumerate(itertools.pairwise(spans), 1):
-        if after.first_layer != span.end_layer or after.first_token != span.first_token or after.end_token != span.end_token:
-            yield spans[first:index]
-            first = index
-    if spans:
-        yield spans[first:]

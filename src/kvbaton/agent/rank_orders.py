@@ -40,7 +40,7 @@ __all__ = [
     "ResetRegion",
     "RevokePeer",
     "SpansMoved",
-    "SpanSummed",
+    "SpansSummed",
     "StopCopy",
     "SumSpans",
     "decode_order",
@@ -129,7 +129,7 @@ class CloseCopy(msgspec.Struct, frozen=True, tag=True):
 
 
 class SumSpans(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Sum spans in the rank's own memory; SpanSummed follows for each, unless DropSums comes before."""
+    """Sum spans in the rank's own memory; SpansSummed follows, once or in parts, unless DropSums comes before."""
 
     copy: CopyId
     side: Side
@@ -209,14 +209,16 @@ class CopyStopped(msgspec.Struct, frozen=True, tag=True):
     rank: int
 
 
-class SpanSummed(msgspec.Struct, frozen=True, tag=True):
-    """One span was summed on one rank: (number, checksum) of each of its legs with the ranks of the peer, or why not."""
+class SpansSummed(msgspec.Struct, frozen=True, tag=True):
+    """Spans of one copy were summed on one rank, or why one of them was not.
+
+    `sums` has, by the number of the span, (number, checksum) of each of its legs with the ranks of the peer.
+    """
 
     copy: CopyId
     side: Side
     rank: int
-    span: int
-    sums: tuple[tuple[int, int], ...]
+    sums: dict[int, tuple[tuple[int, int], ...]]
     error: str = ""
 
 
@@ -245,7 +247,7 @@ class RegionFenced(msgspec.Struct, frozen=True, tag=True):
 
 
 RankSums = dict[tuple[int, int], tuple[tuple[int, int], ...]]
-"""(rank, span number) -> (leg number, checksum) of every leg of that rank, as reported by SpanSummed."""
+"""(rank, span number) -> (leg number, checksum) of every leg of that rank, as reported by SpansSummed."""
 
 
 def sums_by_leg(sums: RankSums) -> dict[tuple[int, int], int]:
@@ -254,7 +256,7 @@ def sums_by_leg(sums: RankSums) -> dict[tuple[int, int], int]:
 
 
 CopyReport = SpansMoved | CopyFailed | CopyStopped
-RankReport = CopyReport | SpanSummed | AuxRead | PeerFenced | RegionFenced
+RankReport = CopyReport | SpansSummed | AuxRead | PeerFenced | RegionFenced
 
 
 class Reports(NamedTuple):

@@ -47,7 +47,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 
@@ -66,7 +66,7 @@ from kvbaton.agent.rank_orders import (
     PutAux,
     RankSums,
     SpansMoved,
-    SpanSummed,
+    SpansSummed,
     StopCopy,
     SumSpans,
     sums_by_leg,
@@ -75,7 +75,7 @@ from kvbaton.agent.timers import Timers
 from kvbaton.config import Limits
 from kvbaton.core.aux_area import AuxArea, AuxPointer, AuxSlots, pack_aux, point_at
 from kvbaton.core.bounded import BoundedMap
-from kvbaton.core.checks import SpanSum
+from kvbaton.core.checks import ONE_IN, SpanSum, span_size
 from kvbaton.core.grants import GrantWindows
 from kvbaton.core.handoff import (
     Aux,
@@ -211,8 +211,11 @@ class SourceSide:
         engine: EnginePort,
         observe: Observer = no_observer,
         aux_area: AuxArea | None = None,
+        sum_size: int = 0,
     ) -> None:
         self._observe = observe
+        self.sum_size = sum_size
+        """How much is worth an order to sum it before everything is computed; see `size_worth_summing`."""
         self._ranks_count = ranks_count
         self._limits = limits
         self._clock = clock
@@ -333,7 +336,7 @@ class SourceSide:
             self._open_copy(record, grant)
             record.moving = len(record.spans)
             self._ranks.send_all(MoveSpans(record.copy, record.blocks, unmoved))
-        if grant.integrity is not Integrity.OFF and (unsummed := tuple(record.spans[record.summing :])):
+        if grant.integrity is not Integrity.OFF and (unsummed := self._sums_due(record, grant.integrity)):
             record.summing = len(record.spans)
             order = SumSpans(
                 copy=record.copy,
@@ -346,6 +349,15 @@ class SourceSide:
                 peer=record.target,
             )
             self._ranks.send_all(order)
+
+    def _sums_due(self, record: SourceRecord, integrity: Integrity) -> tuple[Span, ...]:
+        """What the ranks are to sum now: all that they have not, once everything is computed; before that, what is worth it.
+
+        An order costs as much as summing some hundred KiB, and what is left for the end takes less than a millisecond.
+        """
+        unsummed = tuple(record.spans[record.summing :])
+        size = self.sum_size * (ONE_IN if integrity is Integrity.SAMPLED else 1)
+        return () if record.offer is None and sum(map(span_size, unsummed)) < size else unsummed
 
     def send_prefilled(self, record: SourceRecord) -> None:
         """Notify the target that nothing more will be announced, and send it the aux record."""
@@ -701,15 +713,16 @@ class SourceSide:
                 self._end_by(record, SourceEvent.COPY_FAILED, Outcome.FAILED, report.reason)
         self._settle(record)
 
-    def on_summed_spans(self, reports: Sequence[SpanSummed]) -> None:
+    def on_summed_spans(self, report: SpansSummed) -> None:
         """A rank has summed spans of one copy; without all sums nothing is confirmed."""
-        record = self.live.get(reports[0].copy.key)
-        if record is None or not record.summing or reports[0].copy != record.copy:
-            self.late_total["summed"] += len(reports)
-        elif error := next((report.error for report in reports if report.error), ""):
-            self._end_by(record, SourceEvent.COPY_FAILED, Outcome.FAILED, error)
+        record = self.live.get(report.copy.key)
+        if record is None or not record.summing or report.copy != record.copy:
+            self.late_total["summed"] += 1
+        elif report.error:
+            self._end_by(record, SourceEvent.COPY_FAILED, Outcome.FAILED, report.error)
         else:
-            record.sums |= {(report.rank, report.span): report.sums for report in reports}
+            rank = report.rank
+            record.sums.update({(rank, span): sums for span, sums in report.sums.items()})
             self.renew_cap(record)
             self._settle(record)
 

@@ -108,7 +108,7 @@ from kvbaton.agent.rank_orders import (
     ResetRegion,
     RevokePeer,
     SpansMoved,
-    SpanSummed,
+    SpansSummed,
     StopCopy,
     SumSpans,
     sums_by_leg,
@@ -119,7 +119,7 @@ from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.aux_area import AuxArea, AuxPointer, AuxSlots, pointer_problem, unpack_aux
 from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.card import Card
-from kvbaton.core.checks import sums_problem
+from kvbaton.core.checks import ONE_IN, size_worth_summing, span_size, sums_problem
 from kvbaton.core.grants import next_sequence
 from kvbaton.core.handoff import (
     Aux,
@@ -234,6 +234,8 @@ class TargetRecord(msgspec.Struct, eq=False):
     """Numbers of the spans that are in, by rank."""
     span_count: int | None = None
     """How many spans there are; known when the prefill is complete."""
+    unsummed: dict[int, list[int]] = msgspec.field(default_factory=dict)
+    """By rank: numbers of spans that are in and that it was not ordered to sum yet, where sums are compared."""
     summing: set[int] = msgspec.field(default_factory=set)
     sums: RankSums = msgspec.field(default_factory=dict)
     source_sums: dict[tuple[int, int], int] = msgspec.field(default_factory=dict)
@@ -303,6 +305,9 @@ class TargetSide:
         self._observe = observe
         self._card = card
         self._layers = card.layers
+        is_sampled = settings.integrity is Integrity.SAMPLED
+        self.sum_size = size_worth_summing(rank.layout for rank in card.ranks) * (ONE_IN if is_sampled else 1)
+        """How much is worth an order to sum it before everything is in; see `size_worth_summing`."""
         self._transport = transport
         self._limits = limits
         self._clock = clock
@@ -364,6 +369,7 @@ class TargetSide:
         self._watch(record)
         if record.state is TargetState.FILLING:
             if self.compares_sums:
+                self.sum_moved(record)
                 self.sum_written(record)
             if self.is_complete(record):
                 self._finish_filling(record)
@@ -874,7 +880,7 @@ class TargetSide:
             self._count_wire(record, len(record.just_moved))
             # Not for what is ending: a cancelled hand-off may have hundreds of reads in flight, which all arrive.
             if self.compares_sums and record.state not in _CLOSING:
-                self.sum_moved(record, rank, record.just_moved)
+                record.unsummed.setdefault(rank, []).extend(record.just_moved)
             record.just_moved.clear()
             self._progress(record)
 
@@ -911,18 +917,16 @@ class TargetSide:
             if record.span_count is not None:
                 record.exposed_wire_s += now - max(record.wire_since, record.prefilled_at)
 
-    def on_summed_spans(self, reports: Sequence[SpanSummed]) -> None:
+    def on_summed_spans(self, report: SpansSummed) -> None:
         """A rank has summed spans of our blocks; sums are compared when all are in and the source has sent its own."""
-        record = self.live.get(reports[0].copy.key)
-        if record is None or reports[0].copy != record.copy or record.state in _CLOSING:
-            self.late_total["summed"] += len(reports)
-            return
-        due = [report for report in reports if report.span in record.summing]
-        self.late_total["summed"] += len(reports) - len(due)
-        if error := next((report.error for report in due if report.error), ""):
-            self._end_by(record, TargetEvent.COPY_FAILED, Outcome.FAILED, error)
-        elif due:
-            record.sums |= {(report.rank, report.span): report.sums for report in due}
+        record = self.live.get(report.copy.key)
+        if record is None or record.state in _CLOSING or report.copy != record.copy or not record.summing >= report.sums.keys():
+            self.late_total["summed"] += 1
+        elif report.error:
+            self._end_by(record, TargetEvent.COPY_FAILED, Outcome.FAILED, report.error)
+        else:
+            rank = report.rank
+            record.sums.update({(rank, span): sums for span, sums in report.sums.items()})
             self._progress(record)
             self._settle(record)
 
@@ -1098,11 +1102,18 @@ class TargetSide:
 
     # Checksums.
 
-    def sum_moved(self, record: TargetRecord, rank: int, numbers: Sequence[int]) -> None:
-        """Spans have arrived on a rank: have them summed there."""
-        if spans := tuple(record.spans[number] for number in numbers if number in record.spans):
-            record.summing.update(span.number for span in spans)
-            self._sum_spans(record, (rank,), spans)
+    def sum_moved(self, record: TargetRecord) -> None:
+        """Have each rank sum what has arrived there: all of it once nothing is missing; before that, what is worth it.
+
+        An order costs as much as summing some hundred KiB, and what is left for the end takes less than a millisecond.
+        """
+        for rank, numbers in record.unsummed.items():
+            if numbers:
+                spans = tuple(record.spans[number] for number in numbers)
+                if len(record.moved[rank]) == record.span_count or sum(map(span_size, spans)) >= self.sum_size:
+                    record.summing.update(numbers)
+                    numbers.clear()
+                    self._sum_spans(record, (rank,), spans)
 
     def sum_written(self, record: TargetRecord) -> None:
         """Sums are compared. Once a source that writes has confirmed it, have every rank sum what lies in our blocks.
@@ -1132,6 +1143,7 @@ class TargetSide:
     def _drop_sums(self, record: TargetRecord) -> None:
         if record.summing:
             self._ranks.send_all(DropSums(Side.TARGET, record.key))
+        record.unsummed.clear()
         record.summing.clear()
         record.sums.clear()
         record.source_sums.clear()

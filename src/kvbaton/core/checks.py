@@ -20,13 +20,25 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvbaton.core.handoff import BlockLists, HandoffKey, Integrity, Span
+from kvbaton.core.handoff import BlockLists, HandoffKey, Integrity, Span, span_rows
 from kvbaton.core.layout import Group, HeadRange, Layout, Plane
 from kvbaton.core.pair import Share, channel_offsets, common_heads, join_runs, local_head
 from kvbaton.core.segments import Numbers, Places, block_places, check_list, segments_of, state_block
 from kvbaton.errors import RangeError
 
-__all__ = ["ONE_IN", "PIECE_TOKENS", "LegPart", "PiecePlanner", "Pieces", "SpanSum", "sums_problem"]
+__all__ = [
+    "ONE_IN",
+    "PIECE_TOKENS",
+    "BlockGrid",
+    "BlockSums",
+    "LegPart",
+    "PiecePlanner",
+    "Pieces",
+    "SpanSum",
+    "size_worth_summing",
+    "span_size",
+    "sums_problem",
+]
 
 Pieces = npt.NDArray[np.int64]
 """Shape (n, 2): offset from the start of the region, and bytes; in the order in which they are summed."""
@@ -40,6 +52,9 @@ PIECE_TOKENS = 16
 ONE_IN = 16
 """One piece in this many is sampled."""
 
+_WORTH_SUMMING_BYTES = 8 << 20
+"""What is summed before the last span is known is at least about so much at a time; it takes less than a millisecond."""
+
 _FEW_PIECES = 128
 """Up to about so many sampled pieces are planned one by one: NumPy takes as long for any array, however short."""
 
@@ -50,6 +65,47 @@ class SpanSum(msgspec.Struct, frozen=True, array_like=True):
     leg: int
     span: int
     value: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGrid:
+    """A cache of blocks of `PIECE_TOKENS` tokens, each of which is one piece of the same size in every plane of every layer.
+
+    `offsets` has where each plane of each layer begins, layer by layer, from the layer `first` on.
+    """
+
+    blocks: int
+    block_stride: int
+    piece_bytes: int
+    first: int
+    planes: int
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSums:
+    """Which pieces of a grid are summed, in short form: those of these spans in these blocks, or with a `seed`, a sample.
+
+    Nothing of it was checked. What a loop in C does not take is left to `PiecePlanner.plan_spans`: it plans the same pieces, or
+    names what is wrong.
+    """
+
+    grid: BlockGrid
+    ids: tuple[int, ...]
+    spans: tuple[Span, ...]
+    cached_tokens: int
+    seed: int | None
+
+
+def span_size(span: Span) -> int:
+    """How much is in a span: its tokens, counted in each of its layers."""
+    return (span.end_token - span.first_token) * (span.end_layer - span.first_layer)
+
+
+def size_worth_summing(layouts: Iterable[Layout]) -> int:
+    """How much, as `span_size` counts it, should wait before ranks with these layouts are ordered to sum it."""
+    token_bytes = max((group.token_bytes for layout in layouts for group in layout.groups if not group.is_state), default=0)
+    return max(1, _WORTH_SUMMING_BYTES // max(1, token_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +175,54 @@ class PiecePlanner:
                 )
                 parts += rows.pieces(each.planes, pick)
         return parts
+
+    def plan_spans(
+        self,
+        blocks: BlockLists,
+        key: HandoffKey,
+        spans: tuple[Span, ...],
+        cached_tokens: int,
+        integrity: Integrity,
+        total_tokens: int | None = None,
+    ) -> tuple[Pieces, list[int]]:
+        """What `plan` makes of each of these spans, as one array, and how many pieces each has. Raises RangeError as `plan`."""
+        planned: list[Pieces] = []
+        counts: list[int] = []
+        for row in span_rows(spans):
+            together = self.plan_row(blocks, key, row, cached_tokens, integrity, total_tokens)
+            if together is not None:
+                planned.append(together[0])
+                counts += together[1]
+                continue
+            for span in row:
+                parts = self.plan(blocks, key, span, cached_tokens, integrity, total_tokens)
+                planned += parts
+                counts.append(sum(map(len, parts)))
+        if len(planned) == 1:
+            return planned[0], counts
+        return np.concatenate(planned) if planned else np.empty((0, 2), np.int64), counts
+
+    def block_sums(
+        self, blocks: BlockLists, key: HandoffKey, spans: tuple[Span, ...], cached_tokens: int, integrity: Integrity
+    ) -> BlockSums | None:
+        """What `plan_spans` makes of these spans, in short form; None where a cache is not one grid of blocks."""
+        if self._grid is None or len(blocks) != 1 or integrity is Integrity.OFF:
+            return None
+        seed = self._crc_of(key) if integrity is Integrity.SAMPLED else None
+        return BlockSums(self._grid, blocks[0], spans, cached_tokens, seed)
+
+    @functools.cached_property
+    def _grid(self) -> BlockGrid | None:
+        even = self._even
+        if even is None or len(self._groups) != 1:
+            return None
+        (group,), rows = self._groups, self._rows[0]
+        is_plain = group.tokens.size == rows.other.tokens.size == 1 and not (group.window or group.whole_blocks)
+        if not is_plain or not group.block_tokens == group.page_tokens == PIECE_TOKENS:
+            return None
+        offsets = tuple(offset for planes in even.offsets for offset in planes)
+        planes, (stride, _, token_bytes) = len(even.offsets[0]), even.strides
+        return BlockGrid(group.blocks, stride, PIECE_TOKENS * token_bytes, even.first, planes, offsets)
 
     def plan_row(
         self,
@@ -258,7 +362,7 @@ class _ChunkRows:
 
     def __init__(self, group: Group, other: Group) -> None:
         self._group = group
-        self._other = other
+        self.other = other
         self._chunk: tuple[tuple[int, ...], int, int, int] = ((), 0, 0, 0)
         self._kept: _TokenRows | None = None
 
@@ -278,8 +382,8 @@ class _ChunkRows:
         if first >= end:
             return None
         check_list("own", group, ids, end_token, total)
-        if group.tokens.size > 1 or self._other.tokens.size > 1:
-            return _SplitRows(group, self._other, ids, (first, end, total))
+        if group.tokens.size > 1 or self.other.tokens.size > 1:
+            return _SplitRows(group, self.other, ids, (first, end, total))
         if group.block_tokens == group.page_tokens == PIECE_TOKENS:
             chosen = ids[first // PIECE_TOKENS : -(-end // PIECE_TOKENS)]
             # What is wrong with a list is found out and named below.
@@ -473,6 +577,8 @@ def _spread(firsts: Numbers, ends: Numbers) -> tuple[Numbers, Numbers]:
 
 def sums_problem(spans: Iterable[Span], ours: Sums, theirs: Sums) -> str:
     """The first sum in which target and source differ, as a sentence; empty when there is none."""
+    if ours == theirs:
+        return ""
     of = {span.number: span for span in spans}
     for leg, number in sorted(ours.keys() | theirs.keys()):
         here, there, span = ours.get((leg, number)), theirs.get((leg, number)), of.get(number)

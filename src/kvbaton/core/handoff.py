@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Annotated, NewType
 
@@ -29,6 +30,7 @@ __all__ = [
     "key_problem",
     "room_transfer_id",
     "span_problem",
+    "span_rows",
 ]
 
 TransferId = NewType("TransferId", str)
@@ -120,6 +122,17 @@ class Span(msgspec.Struct, frozen=True, order=True, array_like=True):
     end_token: Annotated[int, Meta(ge=0, le=1 << 62)]
     first_layer: Annotated[int, Meta(ge=0, le=1 << 62)]
     end_layer: Annotated[int, Meta(ge=0, le=1 << 62)]
+
+
+def span_rows(spans: tuple[Span, ...]) -> Iterator[tuple[Span, ...]]:
+    """Spans in rows that follow each other in layers and have the same tokens."""
+    first = 0
+    for index, (span, after) in enumerate(itertools.pairwise(spans), 1):
+        if after.first_layer != span.end_layer or after.first_token != span.first_token or after.end_token != span.end_token:
+            yield spans[first:index]
+            first = index
+    if spans:
+        yield spans[first:]
 
 
 def room_transfer_id(room: int) -> TransferId:

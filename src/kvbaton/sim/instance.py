@@ -31,7 +31,7 @@ from kvbaton.agent.rank_orders import (
     ResetRegion,
     RevokePeer,
     SpansMoved,
-    SpanSummed,
+    SpansSummed,
     SumSpans,
 )
 from kvbaton.agent.rank_sets import RemoteRanks
@@ -1023,10 +1023,10 @@ class SimInstance:
         self.crash()
 
     def _report(self, rank: int, queue: list[RankReport] | deque[RankReport], report: RankReport) -> None:
-        if isinstance(report, SpanSummed) and self.failing_sums > 0 and report.span and not report.error:
+        if isinstance(report, SpansSummed) and self.failing_sums > 0 and any(report.sums) and not report.error:
             self.failing_sums -= 1
             self._unsummed.add(report.copy.key)
-            report = structs.replace(report, sums=(), error=_NO_SUM)
+            report = structs.replace(report, sums={}, error=_NO_SUM)
         if isinstance(report, CopyFailed) and (problem := self.transports[rank].failure_problem(report)):
             self.cluster.world.find("named end", f"{self.process.name} rank {rank}: {problem}")
         if isinstance(report, SpansMoved):

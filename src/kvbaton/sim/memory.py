@@ -9,7 +9,7 @@ from functools import lru_cache
 import msgspec
 
 from kvbaton.core.aux_area import AuxArea
-from kvbaton.core.checks import Pieces
+from kvbaton.core.checks import BlockSums, Pieces
 from kvbaton.core.layout import HeadRange, Layout
 from kvbaton.core.tensors import dense_tensor, split_layers, tensor_group
 from kvbaton.sim.world import World
@@ -65,6 +65,9 @@ class RankMemory:
     def put(self, block: int, layer: int, cell: TaggedCell) -> None:
         """Let the owner write one cell."""
         self.cells[layer * self.blocks + block] = cell
+
+    def sum_blocks(self, blocks: BlockSums, most_bytes: int) -> None:
+        """Cells are summed piece by piece."""
 
     def sums(self, pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
         """The checksums over the tags of the cells of each part, in order; the first one continues `value`."""

@@ -75,9 +75,13 @@ def _source_problems(record: SourceRecord, ranks: int) -> Iterator[str]:
     is_checked = grant is not None and grant.integrity is not Integrity.OFF
     announced, moving, summing = record.announced, record.moving, record.summing
     if state in _SENDING:
-        expected = (count, count if record.writes else 0, count if is_checked else 0)
-        if (announced, moving, summing) != expected:
-            yield f"{(announced, moving, summing)} spans are announced, moving and summing, and not {expected}"
+        expected = (count, count if record.writes else 0)
+        if (announced, moving) != expected:
+            yield f"{(announced, moving)} spans are announced and moving, and not {expected}"
+        # What is computed is summed at the latest when nothing more will be computed.
+        least = count if is_checked and state is SourceState.SERVING else 0
+        if not least <= summing <= (count if is_checked else 0):
+            yield f"{summing} of {count} spans are being summed"
         if record.open_copies:
             copy = record.copy
             if any(each != copy for each in record.open_copies.values()):
@@ -127,6 +131,10 @@ def _target_problems(record: TargetRecord, ranks: int, is_summed: bool) -> Itera
         begun = spans - record.unmoved.keys()
         if any(not numbers <= begun for numbers in record.moved.values()):
             yield f"{record.moved} are moved, of {list(spans)} without {list(record.unmoved)}"
+    if record.unsummed and state is TargetState.FILLING:
+        for rank, numbers in record.unsummed.items():
+            if numbers and len(record.moved.get(rank, ())) == record.span_count:
+                yield f"everything is in on rank {rank}, and {numbers} are not being summed"
     if (record.sums or record.summing) and not {span for _, span in record.sums} <= record.summing <= spans:
         yield f"{sorted(record.sums)} are summed, of {sorted(record.summing)} of {list(spans)}"
     if (record.source_sums or record.is_confirmed) and record.span_count is None:

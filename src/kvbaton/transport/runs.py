@@ -10,6 +10,7 @@ bytes move.
 
 from __future__ import annotations
 
+import array
 import ctypes
 import functools
 import hashlib
@@ -24,10 +25,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvbaton.core.checks import Pieces
+from kvbaton.core.checks import ONE_IN, PIECE_TOKENS, BlockGrid, BlockSums, Pieces
 from kvbaton.core.strips import NO_RUNS, NO_SLOT, Numbers, Plan, Runs, Strip, TokenPattern, count_bytes, unroll
 from kvbaton.errors import ConfigError, RangeError
 
@@ -69,6 +71,7 @@ _FIRST_BYTE = ctypes.c_char * 1
 _FEW_TAKEN = 8 * MAX_SLICE_RUNS
 """Up to so many runs are unrolled with the interpreter's lock: it takes some ten microseconds."""
 
+_AS_TUPLE = msgspec.structs.astuple
 _STRIP_WORDS = 10
 _ROW_BYTES = 24
 _NO_SLOT_AT: int = NO_SLOT.ctypes.data
@@ -121,6 +124,10 @@ class Loops:
         word, signed = ctypes.c_uint32, ctypes.c_int64
         for each in (self._sum_pieces, self._sum_few):
             each.argtypes = [pointer, signed, pointer, number, signed, pointer, number, word, pointer]
+            each.restype = signed
+        self._sum_blocks, self._sum_few_blocks = code.sum_blocks, holding.sum_blocks
+        for each in (self._sum_blocks, self._sum_few_blocks):
+            each.argtypes = [pointer, signed, pointer, pointer, number, pointer, number, signed, signed, signed, pointer]
             each.restype = signed
         self.open_waiter, self.close_waiter = code.open_waiter, code.close_waiter
         self.open_waiter.restype, self.close_waiter.argtypes, self.close_waiter.restype = pointer, [pointer], None
@@ -191,6 +198,27 @@ class Loops:
         if refused:
             _refuse_piece(pieces[-1 - refused], region_bytes)
         return sums[:]
+
+    def sum_blocks(
+        self, start: int, region_bytes: int, grid: ctypes.Array[ctypes.c_int64], blocks: BlockSums, most_bytes: int
+    ) -> tuple[list[int], int] | None:
+        """As `RegionSummer.sum_blocks`; `grid` is that of the blocks, as `_grid_words` makes it."""
+        ids, spans = blocks.ids, blocks.spans
+        if len(set(ids)) < len(ids):
+            return None
+        try:
+            # Arrays of ctypes take four times as long to fill, and those of NumPy twice as long to find.
+            listed = array.array("q", ids)
+            numbers = array.array("q", [number for span in spans for number in _AS_TUPLE(span)])
+        except OverflowError:
+            return None
+        sums, seed = (ctypes.c_uint32 * len(spans))(), -1 if blocks.seed is None else blocks.seed
+        places = (listed.buffer_info()[0], len(ids), numbers.buffer_info()[0], len(spans))
+        given = (start, region_bytes, grid, *places, blocks.cached_tokens, seed)
+        summed = self._sum_few_blocks(*given, min(most_bytes, _QUICK_BYTES), sums)
+        if not summed and most_bytes > _QUICK_BYTES:
+            summed = self._sum_blocks(*given, most_bytes, sums)
+        return (sums[:], summed) if summed else None
 
     def _sums_as_zlib(self) -> bool:
         region = (np.arange(_TRIAL_BYTES) * 167 >> 3).astype(np.uint8)
@@ -351,6 +379,20 @@ class RegionSummer:
         self._region = np.frombuffer(region, np.uint8)
         self._start = int(self._region.ctypes.data)
         self._loops = loops if loops is not None and loops.can_sum else None
+        self._grid: BlockGrid | None = None
+        self._words = (ctypes.c_int64 * 0)()
+
+    def sum_blocks(self, blocks: BlockSums, most_bytes: int) -> tuple[list[int], int] | None:
+        """The sums of spans of blocks, and how many bytes that were, with the loop in C.
+
+        None, and nothing was summed, where there is no loop, where that is more than `most_bytes`, and where a span is not in
+        blocks that exist, each once.
+        """
+        if self._loops is None:
+            return None
+        if blocks.grid is not self._grid:
+            self._grid, self._words = blocks.grid, _grid_words(blocks.grid)
+        return self._loops.sum_blocks(self._start, self._region.nbytes, self._words, blocks, most_bytes)
 
     def sums(self, pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
         """The sums of consecutive parts of these pieces, each up to the number in `ends`; the first one continues `value`.
@@ -360,6 +402,12 @@ class RegionSummer:
         if self._loops is not None:
             return self._loops.sums(self._start, self._region.nbytes, pieces, ends, value)
         return _sum_each(self._region, pieces, ends, value)
+
+
+def _grid_words(grid: BlockGrid) -> ctypes.Array[ctypes.c_int64]:
+    """`struct grid` of sum_pieces.c, and behind it the offsets."""
+    shape = (grid.blocks, grid.block_stride, grid.piece_bytes, PIECE_TOKENS, ONE_IN, grid.first, grid.planes, len(grid.offsets))
+    return (ctypes.c_int64 * (len(shape) + len(grid.offsets)))(*shape, *grid.offsets)
 
 
 def _sum_each(region: npt.NDArray[np.uint8], pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
@@ -384,9 +432,9 @@ def _arrays_of(plan: Plan) -> list[Numbers]:
     arrays: list[Numbers] = []
     for strip in plan.strips:
         arrays += (strip.slots, strip.places) if strip.pattern is None else (strip.slots, strip.places, strip.pattern.items)
-    for array in arrays:
-        if array.dtype != np.int64 or array.ndim != 2 or array.shape[1] != 3:
-            raise RangeError(f"strips must be int64 arrays of shape (n, 3), not {array.dtype} of shape {array.shape}")
+    for each in arrays:
+        if each.dtype != np.int64 or each.ndim != 2 or each.shape[1] != 3:
+            raise RangeError(f"strips must be int64 arrays of shape (n, 3), not {each.dtype} of shape {each.shape}")
     return arrays
 
 

@@ -6,6 +6,7 @@
    With streams, what is summed next is fetched meanwhile: pages lie anywhere, and a processor that recognizes one stream of
    reads does not recognize three in a page. */
 #include <stdint.h>
+#include <stdio.h>
 #include <string.h>
 
 typedef uint64_t lane __attribute__((vector_size(16)));
@@ -227,4 +228,87 @@ int64_t sum_pieces(const unsigned char *region, int64_t region_bytes, const int6
         sums[part] = ~sum_part(~value, region, pieces + 2 * piece, ends[part] - piece);
     }
     return 0;
+}
+
+/* Blocks of `piece_tokens` tokens, each of which is one piece of `piece_bytes` in every plane of every layer. */
+struct grid {
+    int64_t blocks, block_stride, piece_bytes, piece_tokens, one_in, first_layer, planes, offset_count, offsets[];
+};
+
+/* Tokens up to `end_token` of layers up to `end_layer`: `Span` of core/handoff.py. */
+struct span {
+    int64_t number, first_token, end_token, first_layer, end_layer;
+};
+
+#define TABLE_PIECES 256
+
+/* Where a span lies: numbers of its blocks, and how many tokens of the first and of the last one do not belong to it. */
+struct part {
+    int64_t first, end, skipped, spared;
+};
+
+/* Find the blocks of a span; whether all of it is there. */
+static int find_part(const struct grid *grid, const struct span *span, long id_count, int64_t cached, struct part *part) {
+    int64_t size = grid->piece_tokens, first_token = span->first_token < cached ? cached : span->first_token;
+    if (first_token < 0 || first_token >= span->end_token || span->end_token > id_count * size) return 0;
+    if (span->first_layer < grid->first_layer || span->first_layer >= span->end_layer) return 0;
+    *part = (struct part){first_token / size, (span->end_token + size - 1) / size, first_token % size, 0};
+    part->spared = part->end * size - span->end_token;
+    return span->end_layer - grid->first_layer <= grid->offset_count / grid->planes;
+}
+
+/* The first of `count` blocks that is in the sample of a layer, as core/checks.py chooses it. */
+static int64_t first_sampled(const struct grid *grid, int64_t seed, int64_t number, int64_t layer, int64_t count) {
+    char text[48];
+    int length = snprintf(text, sizeof text, " %lld %lld", (long long)number, (long long)layer);
+    uint32_t pick = ~sum_by_table(~(uint32_t)seed, (const unsigned char *)text, (uint64_t)length);
+    return pick % (count < grid->one_in ? count : grid->one_in);
+}
+
+/* The sums of spans of blocks, all of them or with a `seed` from 0 on, a sample; in the order layer, plane, block. Returns how many
+   bytes that were; 0, and nothing was summed, if these may be more than `most_bytes`, or if not everything is inside: what is wrong is
+   found out and named elsewhere. That no block is there twice is for the caller to check. */
+int64_t sum_blocks(const unsigned char *region, int64_t region_bytes, const struct grid *grid, const int64_t *ids, long id_count,
+                   const struct span *spans, long span_count, int64_t cached_tokens, int64_t seed, int64_t most_bytes,
+                   uint32_t *sums) {
+    struct part part = {0, 0, 0, 0};
+    int64_t left = most_bytes, total = 0, pieces[2 * TABLE_PIECES];
+    const int64_t step = seed < 0 ? 1 : grid->one_in, token_bytes = grid->piece_bytes / grid->piece_tokens;
+    for (long id = 0; id < id_count; id++)
+        if (ids[id] < 0 || ids[id] >= grid->blocks) return 0;
+    for (int64_t at = 0; at < grid->offset_count; at++)
+        if (grid->offsets[at] < 0 || grid->offsets[at] + (grid->blocks - 1) * grid->block_stride > region_bytes - grid->piece_bytes)
+            return 0;
+    for (const struct span *span = spans; span < spans + span_count; span++) {
+        if (!find_part(grid, span, id_count, cached_tokens, &part)) return 0;
+        int64_t line_bytes = (part.end - part.first + step - 1) / step * grid->piece_bytes;
+        int64_t lines = (span->end_layer - span->first_layer) * grid->planes;
+        if (lines > left / line_bytes) return 0;
+        left -= lines * line_bytes;
+    }
+    for (long each = 0; each < span_count; each++) {
+        const struct span *span = spans + each;
+        uint32_t rest = ~0u;
+        long count = 0;
+        find_part(grid, span, id_count, cached_tokens, &part);
+        for (int64_t layer = span->first_layer; layer < span->end_layer; layer++) {
+            int64_t from = part.first + (seed < 0 ? 0 : first_sampled(grid, seed, span->number, layer, part.end - part.first));
+            for (int64_t plane = 0; plane < grid->planes; plane++) {
+                int64_t offset = grid->offsets[(layer - grid->first_layer) * grid->planes + plane];
+                for (int64_t id = from; id < part.end; id += step) {
+                    int64_t skipped = id == part.first ? part.skipped * token_bytes : 0;
+                    int64_t spared = id == part.end - 1 ? part.spared * token_bytes : 0;
+                    if (count == TABLE_PIECES) {
+                        rest = sum_part(rest, region, pieces, count);
+                        count = 0;
+                    }
+                    pieces[2 * count] = ids[id] * grid->block_stride + offset + skipped;
+                    pieces[2 * count + 1] = grid->piece_bytes - skipped - spared;
+                    total += pieces[2 * count++ + 1];
+                }
+            }
+        }
+        sums[each] = ~sum_part(rest, region, pieces, count);
+    }
+    return total;
 }

@@ -30,7 +30,7 @@ from kvbaton.agent.rank_orders import (
     ResetRegion,
     RevokePeer,
     SpansMoved,
-    SpanSummed,
+    SpansSummed,
     StopCopy,
     SumSpans,
 )
@@ -211,8 +211,9 @@ class ScriptedRanks:
         """Every span that is to be summed is; the sum is made of its rank and number, and is off by `wrong`."""
         while self.sums:
             rank, ask = self.sums.pop(0)
-            for span in ask.spans:
-                self.report(SpanSummed(ask.copy, ask.side, rank, span.number, ((rank, 100 * rank + span.number + wrong),)))
+            sums = {span.number: 100 * rank + span.number + wrong for span in ask.spans}
+            by_leg = {number: ((rank, value),) for number, value in sums.items()}
+            self.report(SpansSummed(ask.copy, ask.side, rank, {**by_leg}))
 
     def finish(self, move: Move) -> None:
         """A span is where it belongs."""

@@ -34,7 +34,7 @@ from kvbaton.agent.rank_orders import (
     ResetRegion,
     RevokePeer,
     SpansMoved,
-    SpanSummed,
+    SpansSummed,
     StopCopy,
     SumSpans,
     decode_order,
@@ -137,7 +137,7 @@ def test_sums_and_stops_come_back_too(rig: Rig) -> None:
     rig.ranks.send(0, StopCopy(COPY))
     rig.ranks.send(0, CloseCopy(COPY))
     rig.wait(lambda: len(rig.ranks.reports) == 2)
-    assert [type(report) for report in rig.ranks.reports] == [SpanSummed, CopyStopped]
+    assert [type(report) for report in rig.ranks.reports] == [SpansSummed, CopyStopped]
 
 
 def test_an_order_that_fails_is_reported_when_its_peer_is_used_and_the_rank_continues(rig: Rig) -> None:
@@ -168,7 +168,7 @@ def test_every_report_survives_its_frame() -> None:
         SpansMoved(COPY, 1, (2, 5), 3, 4),
         CopyFailed(COPY, 1, "why"),
         CopyStopped(COPY, 1),
-        SpanSummed(COPY, Side.SOURCE, 1, 2, ((4, 3), (5, 6)), ""),
+        SpansSummed(COPY, Side.SOURCE, 1, {2: ((4, 3), (5, 6)), 3: ()}, ""),
         AuxRead(COPY, 0, b"aux"),
         PeerFenced(SOURCE, 3, 1),
         RegionFenced(3, 1),

@@ -19,7 +19,7 @@ from kvbaton.agent.rank_orders import (
     OpenCopy,
     RankReport,
     SpansMoved,
-    SpanSummed,
+    SpansSummed,
     SumSpans,
     sums_by_leg,
 )
@@ -182,10 +182,11 @@ def sums(own: Ranks, peer: Ranks, side: Side, spans: tuple[Span, ...]) -> dict[t
         )
         while agent.has_work:
             agent.poll()
-    summed = [report for report in reports if isinstance(report, SpanSummed)]
-    assert len(summed) == len(own.layouts) * len(spans)
+    summed = [report for report in reports if isinstance(report, SpansSummed)]
     assert not any(report.error for report in summed)
-    return sums_by_leg({(report.rank, report.span): report.sums for report in summed})
+    found = {(report.rank, span): sums for report in summed for span, sums in report.sums.items()}
+    assert len(found) == len(own.layouts) * len(spans)
+    return sums_by_leg(found)
 
 
 def test_both_sides_sum_every_leg_alike_and_a_byte_that_changed_is_found(pair: tuple[Ranks, Ranks, Ranks]) -> None:
@@ -219,5 +220,5 @@ def test_sums_for_a_peer_that_is_not_connected_are_refused() -> None:
     )
     own.close()
     (report,) = reports
-    assert isinstance(report, SpanSummed)
+    assert isinstance(report, SpansSummed)
     assert report.error == "checksum: unknown is not connected"

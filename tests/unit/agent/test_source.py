@@ -11,7 +11,7 @@ import pytest
 from agent_rig import AUX, BLOCKS, LIMITS, Clock, Post, ScriptedRanks, key_of
 
 from kvbaton.agent.engine_port import Drained, EngineEvent, Granted, Offer, SourceEnded
-from kvbaton.agent.rank_orders import SpanSummed
+from kvbaton.agent.rank_orders import SpansSummed
 from kvbaton.agent.source import SourceSide
 from kvbaton.core.grants import REACH
 from kvbaton.core.handoff import Executor, HandoffKey, Incarnation, Integrity, Mode, Outcome, Span
@@ -454,7 +454,7 @@ def test_a_source_that_writes_is_asked_in_vain_before_its_last_byte(rig: Rig) ->
     rig.side.on_confirm_ask(T1, ConfirmAsk(KEY, 1, rig.generation))
     copy = rig.side.live[KEY].copy
     for rank in range(rig.ranks_count):
-        rig.side.on_summed_spans([SpanSummed(copy, Side.SOURCE, rank, span.number, ((rank, 1),)) for span in SPANS])
+        rig.side.on_summed_spans(SpansSummed(copy, Side.SOURCE, rank, {span.number: ((rank, 1),) for span in SPANS}))
     assert rig.sent(Confirmed) == [], "everything is summed, and nothing is written"
     for move in list(rig.ranks.moves):
         rig.ranks.finish(move)

@@ -11,8 +11,8 @@ import numpy as np
 from agent_rig import key_of, layout_of_tokens
 
 from kvbaton.agent.rank import RegionMemory, Summer
-from kvbaton.agent.rank_orders import CopyId, SpanSummed, SumSpans
-from kvbaton.core.checks import Pieces
+from kvbaton.agent.rank_orders import CopyId, SpansSummed, SumSpans
+from kvbaton.core.checks import BlockSums, PiecePlanner, Pieces
 from kvbaton.core.handoff import BlockLists, Integrity, Span
 from kvbaton.core.layout import Axis, Layout
 from kvbaton.core.timeline import Side
@@ -28,6 +28,9 @@ class Slow:
     """Memory that only counts how many pieces are summed of it at a time."""
 
     summed: list[int] = field(default_factory=list)
+
+    def sum_blocks(self, blocks: BlockSums, most_bytes: int) -> None:
+        del blocks, most_bytes
 
     def sums(self, pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
         self.summed.append(len(pieces))
@@ -48,7 +51,7 @@ def ask(name: str, *spans: Span, side: Side = Side.SOURCE, blocks: BlockLists = 
 
 
 def test_a_span_is_summed_over_its_blocks_in_order() -> None:
-    reports: list[SpanSummed] = []
+    reports: list[SpansSummed] = []
     summer = Summer(2, LAYOUT, RegionMemory(MEMORY.data), reports.append)
     summer.add(ask("k", WHOLE, Span(1, 0, 4, 1, 2), cached=2))
     assert reports == []
@@ -57,7 +60,7 @@ def test_a_span_is_summed_over_its_blocks_in_order() -> None:
     copy = CopyId(key_of("k"), 1, 1)
     both = zlib.crc32(bytes([4, 1, BLOCKS + 4, BLOCKS + 1]))
     second = zlib.crc32(bytes([BLOCKS + 4, BLOCKS + 1]))
-    assert reports == [SpanSummed(copy, Side.SOURCE, 2, 0, ((2, both),)), SpanSummed(copy, Side.SOURCE, 2, 1, ((2, second),))]
+    assert reports == [SpansSummed(copy, Side.SOURCE, 2, {0: ((2, both),), 1: ((2, second),)})]
 
 
 def test_a_turn_is_bounded_and_long_spans_go_on_where_they_stopped() -> None:
@@ -66,11 +69,11 @@ def test_a_turn_is_bounded_and_long_spans_go_on_where_they_stopped() -> None:
     names = ("block_stride", "token_stride", "head_stride")
     plane = msgspec.structs.replace(group.planes[0], channels=(Axis(mib, 1),), **dict.fromkeys(names, mib))
     wide = msgspec.structs.replace(group, planes=(plane,))
-    reports: list[SpanSummed] = []
+    reports: list[SpansSummed] = []
     memory = Slow()
     summer = Summer(0, Layout(rows * mib, (wide,)), memory, reports.append)
     blocks = (tuple(range(rows)),)
-    summer.add(ask("long", Span(0, 0, 20, 0, 1), blocks=blocks))
+    summer.add(ask("long", Span(0, 0, 60, 0, 1), blocks=blocks))
     summer.add(ask("short", Span(0, 0, 1, 0, 1), blocks=blocks))
     turns = 0
     while summer.has_work:
@@ -78,13 +81,50 @@ def test_a_turn_is_bounded_and_long_spans_go_on_where_they_stopped() -> None:
         turns += 1
         if turns == 2:
             assert [report.copy.key for report in reports] == [key_of("short")], "a long one does not hold up a short one"
-    assert turns >= 10
-    assert max(memory.summed) == 2
-    assert sorted(report.sums for report in reports) == [((0, 1),), ((0, 20),)]
+    assert turns >= 7
+    assert max(memory.summed) == 8
+    assert [report.sums for report in reports] == [{0: ((0, 1),)}, {0: ((0, 60),)}]
+
+
+def test_spans_of_one_order_are_reported_when_they_are_summed_each_once() -> None:
+    reports: list[SpansSummed] = []
+    memory = Slow()
+    summer = Summer(0, LAYOUT, memory, reports.append)
+    summer.turn_bytes = 3
+    spans = (Span(0, 0, 2, 0, 1), Span(1, 2, 4, 0, 1), Span(2, 0, 4, 1, 2))
+    summer.add(ask("k", *spans))
+    while summer.has_work:
+        summer.work()
+    assert [list(report.sums) for report in reports] == [[0], [1], [2]]
+    assert memory.summed == [3, 3, 2]
+    assert [sums for report in reports for sums in report.sums.values()] == [((0, 2),), ((0, 2),), ((0, 4),)]
+
+
+def test_a_rank_without_a_leg_has_nothing_to_sum_and_reports_that() -> None:
+    reports: list[SpansSummed] = []
+    summer = Summer(0, LAYOUT, Slow(), reports.append)
+    summer.add(ask("k", WHOLE, Span(1, 0, 4, 1, 2)), {})
+    summer.work()
+    assert [report.sums for report in reports] == [{0: (), 1: ()}]
+    assert not summer.has_work
+
+
+def test_several_legs_are_summed_in_turns_span_by_span() -> None:
+    reports: list[SpansSummed] = []
+    whole = PiecePlanner(LAYOUT)
+    summer = Summer(0, LAYOUT, RegionMemory(MEMORY.data), reports.append)
+    summer.turn_bytes = 5
+    spans = (Span(0, 0, 4, 0, 1), Span(1, 0, 4, 1, 2))
+    summer.add(ask("k", *spans), {3: whole, 5: whole})
+    while summer.has_work:
+        summer.work()
+    sums = [zlib.crc32(bytes([first + each for each in (3, 9, 4, 1)])) for first in (0, BLOCKS)]
+    found = {span: legs for report in reports for span, legs in report.sums.items()}
+    assert found == {number: ((3, value), (5, value)) for number, value in enumerate(sums)}
 
 
 def test_what_is_dropped_is_neither_summed_nor_reported() -> None:
-    reports: list[SpanSummed] = []
+    reports: list[SpansSummed] = []
     memory = Slow()
     summer = Summer(0, LAYOUT, memory, reports.append)
     summer.add(ask("k", WHOLE))
@@ -97,9 +137,9 @@ def test_what_is_dropped_is_neither_summed_nor_reported() -> None:
 
 
 def test_what_cannot_be_summed_is_reported_at_once() -> None:
-    reports: list[SpanSummed] = []
+    reports: list[SpansSummed] = []
     Summer(0, LAYOUT, None, reports.append).add(ask("k", WHOLE))
     Summer(0, LAYOUT, Slow(), reports.append).add(ask("k", Span(4, 0, 5, 0, 1)))
-    assert [(report.span, report.error[:9]) for report in reports] == [(0, "checksum:"), (4, "checksum:")]
+    assert [(report.sums, report.error[:9]) for report in reports] == [({}, "checksum:"), ({}, "checksum:")]
     assert "no memory" in reports[0].error
     assert "4 blocks where 5 are needed" in reports[1].error

@@ -12,8 +12,9 @@ from driver_rig import is_equal, landed, pair, start_handoff
 from driver_rig import key_of as driver_key
 
 from kvbaton.agent.engine_port import Allocation, Landed, Offer, SourceEnded, SourceRequest, TargetEnded
-from kvbaton.agent.rank_orders import CopyId, RankReport, SpansMoved, SpanSummed
+from kvbaton.agent.rank_orders import CopyId, RankReport, SpansMoved, SpansSummed
 from kvbaton.config import HandoffSettings
+from kvbaton.core.checks import ONE_IN
 from kvbaton.core.handoff import Executor, Incarnation, Integrity, Mode, Outcome, Span
 from kvbaton.core.messages import ConfirmAsk, Confirmed, decode, encode
 from kvbaton.core.timeline import Side
@@ -28,7 +29,7 @@ FULL = HandoffSettings(integrity=Integrity.FULL)
 class Pair:
     """Two nodes in the middle of a push, every span announced."""
 
-    def __init__(self, *, writes: bool = False, settings: HandoffSettings = FULL) -> None:
+    def __init__(self, *, writes: bool = False, settings: HandoffSettings = FULL, spans: tuple[Span, ...] = SPANS) -> None:
         executor = Executor.SOURCE_WRITES if writes else Executor.TARGET_READS
         self.net = Net()
         self.source = self.net.add(card_of("s", RANKS), 1, executor)
@@ -38,8 +39,9 @@ class Pair:
         self.target.coordinator.expect_source(wanted)
         self.target.coordinator.allocated(Allocation(wanted, BLOCKS, TOKENS, 0))
         self.settle()
-        self.source.coordinator.spans_ready(KEY, BLOCKS, SPANS)
-        self.settle()
+        if spans:
+            self.source.coordinator.spans_ready(KEY, BLOCKS, spans)
+            self.settle()
 
     def settle(self) -> None:
         self.source.settle()
@@ -73,6 +75,7 @@ class Pair:
 
 def test_spans_that_are_reported_together_are_summed_with_one_order() -> None:
     pair = Pair()
+    pair.target.coordinator.target.sum_size = 1
     copies = {move.copy for move in pair.target.ranks.moves}
     (copy,) = copies
     late = CopyId(key_of("another"), 1, 1)
@@ -88,14 +91,13 @@ def test_spans_that_are_reported_together_are_summed_with_one_order() -> None:
     assert pair.target.coordinator.target.late_total["copy"] == 1
 
 
-def test_spans_are_summed_as_they_are_announced_and_moved_and_compared_before_landed() -> None:
+def test_spans_are_summed_when_all_are_known_and_moved_and_compared_before_landed() -> None:
     pair = Pair()
-    assert {(rank, ask.spans, ask.side) for rank, ask in pair.source.ranks.sums} == {
-        (rank, SPANS, Side.SOURCE) for rank in range(RANKS)
-    }
     pair.move()
-    assert len(pair.target.ranks.sums) == RANKS * TOKENS
+    assert pair.source.ranks.sums == pair.target.ranks.sums == [], "more may come, and one order can sum it all"
     pair.offer()
+    for node, side in ((pair.source, Side.SOURCE), (pair.target, Side.TARGET)):
+        assert [(rank, ask.spans, ask.side) for rank, ask in node.ranks.sums] == [(rank, SPANS, side) for rank in range(RANKS)]
     assert pair.sent(pair.target, ConfirmAsk) == [], "nothing is asked before our own sums are there"
     pair.sum(pair.target)
     assert len(pair.sent(pair.target, ConfirmAsk)) == 1
@@ -105,6 +107,39 @@ def test_spans_are_summed_as_they_are_announced_and_moved_and_compared_before_la
     assert len(confirmed.sums) == RANKS * TOKENS
     assert isinstance(pair.target_events()[0], Landed)
     assert pair.target.coordinator.target.mismatches_total == 0
+
+
+def test_what_is_moved_after_the_last_announcement_is_summed_with_the_rest() -> None:
+    pair = Pair()
+    pair.offer()
+    assert pair.target.ranks.sums == []
+    (first, *others) = list(pair.target.ranks.moves)
+    for move in others:
+        pair.target.ranks.finish(move)
+    pair.settle()
+    assert {rank for rank, _ in pair.target.ranks.sums} == {each.rank for each in others} - {first.rank}
+    pair.target.ranks.finish(first)
+    pair.settle()
+    assert [rank for rank, _ in pair.target.ranks.sums].count(first.rank) == 1
+    pair.sum(pair.source)
+    pair.sum(pair.target)
+    assert isinstance(pair.target_events()[0], Landed)
+
+
+@pytest.mark.parametrize("integrity", [Integrity.FULL, Integrity.SAMPLED])
+def test_what_is_worth_an_order_is_summed_while_more_is_computed(integrity: Integrity) -> None:
+    pair = Pair(settings=HandoffSettings(integrity=integrity), spans=())
+    one_in = ONE_IN if integrity is Integrity.SAMPLED else 1
+    pair.source.coordinator.source.sum_size, pair.target.coordinator.target.sum_size = 2, 2 * one_in
+    numbers: dict[Side, list[list[int]]] = {side: [] for side in Side}
+    spans = tuple(Span(number, number * one_in, (number + 1) * one_in, 0, 1) for number in range(TOKENS))
+    for span in spans:
+        pair.source.coordinator.spans_ready(KEY, BLOCKS, (span,))
+        pair.settle()
+        pair.move()
+        for node, side in ((pair.source, Side.SOURCE), (pair.target, Side.TARGET)):
+            numbers[side].append([each.number for rank, order in node.ranks.sums if rank == 1 for each in order.spans])
+    assert numbers == {side: [[], [0, 1], [0, 1]] for side in Side}
 
 
 @pytest.mark.parametrize("writes", [False, True])
@@ -162,8 +197,9 @@ def test_sums_that_are_missing_are_wrong() -> None:
 
 def test_a_source_that_cannot_sum_fails_at_once_on_both_sides() -> None:
     pair = Pair()
+    pair.offer()
     rank, ask = pair.source.ranks.sums[0]
-    pair.source.coordinator.on_rank(SpanSummed(ask.copy, Side.SOURCE, rank, 0, (), "checksum: no memory"))
+    pair.source.coordinator.on_rank(SpansSummed(ask.copy, Side.SOURCE, rank, {}, "checksum: no memory"))
     pair.settle()
     pair.quiet()
     (ended,) = pair.target_events()
@@ -174,11 +210,14 @@ def test_a_source_that_cannot_sum_fails_at_once_on_both_sides() -> None:
 def test_one_span_of_several_that_cannot_be_summed_fails_the_hand_off(side: Side) -> None:
     pair = Pair()
     pair.move()
+    pair.offer()
     node = pair.source if side is Side.SOURCE else pair.target
     rank, ask = node.ranks.sums[0]
-    good = SpanSummed(ask.copy, side, rank, 0, ((rank, 1),))
-    bad = SpanSummed(ask.copy, side, rank, 1, (), "checksum: no memory")
-    node.coordinator.take_report(deque([good, bad]))
+    good = SpansSummed(ask.copy, side, rank, {0: ((rank, 1),)})
+    bad = SpansSummed(ask.copy, side, rank, {}, "checksum: no memory")
+    reports = deque[RankReport]([good, bad])
+    while reports:
+        node.coordinator.take_report(reports)
     pair.settle()
     pair.quiet()
     (ended,) = pair.target_events()
@@ -186,21 +225,43 @@ def test_one_span_of_several_that_cannot_be_summed_fails_the_hand_off(side: Side
 
 
 def test_a_retraction_drops_the_sums_with_the_spans() -> None:
-    pair = Pair()
+    pair = Pair(spans=())
+    pair.source.coordinator.source.sum_size = pair.target.coordinator.target.sum_size = 1
+    pair.source.coordinator.spans_ready(KEY, BLOCKS, SPANS)
+    pair.settle()
     pair.move()
     source, target = pair.source.ranks, pair.target.ranks
-    late = [SpanSummed(ask.copy, ask.side, rank, 0, ((rank, 99),)) for rank, ask in source.sums + target.sums[:1]]
+    late = [SpansSummed(ask.copy, ask.side, rank, {0: ((rank, 99),)}) for rank, ask in (source.sums[0], target.sums[0])]
     pair.source.coordinator.retract(KEY)
     pair.settle()
     assert source.sums == []
     assert target.sums == []
     target.quiet_all()
-    for node, report in ((pair.source, late[0]), (pair.target, late[-1])):
+    for node, report in zip((pair.source, pair.target), late, strict=True):
         node.coordinator.on_rank(report)
     pair.source.coordinator.spans_ready(KEY, BLOCKS, SPANS)
     pair.settle()
     pair.offer()
     pair.move()
+    pair.sum(pair.source)
+    pair.sum(pair.target)
+    assert isinstance(pair.target_events()[0], Landed)
+
+
+def test_a_retraction_drops_what_was_to_be_summed_with_what_would_come() -> None:
+    pair = Pair()
+    pair.move()
+    record = pair.target.coordinator.target.live[KEY]
+    assert record.unsummed == {rank: [span.number for span in SPANS] for rank in range(RANKS)}
+    pair.source.coordinator.retract(KEY)
+    pair.settle()
+    assert record.unsummed == {}
+    pair.target.ranks.quiet_all()
+    pair.source.coordinator.spans_ready(KEY, BLOCKS, SPANS)
+    pair.settle()
+    pair.offer()
+    pair.move()
+    assert [ask.copy.generation for _, ask in pair.target.ranks.sums] == [record.generation] * RANKS
     pair.sum(pair.source)
     pair.sum(pair.target)
     assert isinstance(pair.target_events()[0], Landed)
@@ -217,6 +278,7 @@ def test_without_checksums_nothing_is_summed() -> None:
 def test_nothing_is_left_of_sums_when_a_handoff_is_cancelled() -> None:
     pair = Pair()
     pair.move()
+    pair.offer()
     assert pair.source.ranks.sums
     assert pair.target.ranks.sums
     pair.target.coordinator.cancel(KEY)

@@ -9,7 +9,7 @@ import pytest
 from agent_rig import AUX, BLOCKS, LIMITS, Clock, Post, ScriptedRanks, card_of, key_of
 
 from kvbaton.agent.engine_port import Allocation, EngineEvent, Landed, SourceRequest, TargetEnded
-from kvbaton.agent.rank_orders import CopyId, CopyStopped, SpanSummed
+from kvbaton.agent.rank_orders import CopyId, CopyStopped, SpansSummed
 from kvbaton.agent.target import TargetSide
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings
 from kvbaton.core.addresses import ControlAddress
@@ -1032,7 +1032,7 @@ def test_a_confirmation_that_is_missing_is_asked_for_and_once_it_came_nothing_is
 def _sum_all(rig: Rig, grant: int = 1, generation: int = 1) -> None:
     for rank, order in list(rig.ranks.sums):
         copy = CopyId(KEY, grant, generation)
-        rig.side.on_summed_spans([SpanSummed(copy, Side.TARGET, rank, span.number, ((rank, 1),)) for span in order.spans])
+        rig.side.on_summed_spans(SpansSummed(copy, Side.TARGET, rank, {span.number: ((rank, 1),) for span in order.spans}))
 
 
 def test_what_was_written_and_is_summed_has_to_be_the_whole_cache() -> None:
@@ -1078,6 +1078,7 @@ def test_without_checksums_no_rank_is_asked_for_one(rig: Rig) -> None:
 
 def test_what_arrives_of_a_hand_off_that_is_ending_is_not_summed() -> None:
     reading = Rig(settings=HandoffSettings(integrity=Integrity.FULL))
+    reading.side.sum_size = 1
     reading.grant()
     reading.announce(0, 1)
     reading.ranks.finish(reading.ranks.moves[0])

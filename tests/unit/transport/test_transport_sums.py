@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import zlib
 from collections.abc import Sequence
 from typing import cast
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbaton.core.checks import Pieces
+from kvbaton.core.checks import BlockSums, Pieces
 from kvbaton.errors import RangeError
 from kvbaton.transport.runs import Loops, RegionSummer, load_loops
 
@@ -35,6 +36,15 @@ class OneWay:
         self._loops.limit_sums(self._ways)
         try:
             return self._loops.sums(start, region_bytes, pieces, ends, value)
+        finally:
+            self._loops.limit_sums(ALL_WAYS)
+
+    def sum_blocks(
+        self, start: int, region_bytes: int, grid: ctypes.Array[ctypes.c_int64], blocks: BlockSums, most_bytes: int
+    ) -> tuple[list[int], int] | None:
+        self._loops.limit_sums(self._ways)
+        try:
+            return self._loops.sum_blocks(start, region_bytes, grid, blocks, most_bytes)
         finally:
             self._loops.limit_sums(ALL_WAYS)
 
@@ -67,6 +77,16 @@ def test_a_sum_is_that_of_zlib_over_all_pieces_in_order(
 ) -> None:
     whole = b"".join(REGION[offset : offset + size].tobytes() for offset, size in pieces)
     assert sum_of(loops, pieces, value) == zlib.crc32(whole, value)
+
+
+@WAYS
+@pytest.mark.parametrize("first", [0, 1, 7])
+def test_a_piece_of_every_length_has_the_sum_of_zlib(loops: Loops | OneWay | None, first: int) -> None:
+    """Streams, their tails, steps of eight bytes and single ones begin and end at every place there is."""
+    pieces = [(first, size) for size in range(4300)]
+    whole = REGION.tobytes()
+    expected = [zlib.crc32(whole[first : first + size]) for _, size in pieces]
+    assert sums_of(loops, pieces, list(range(1, len(pieces) + 1))) == expected
 
 
 @WAYS

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvbaton.core.checks import Pieces
+from kvbaton.core.checks import BlockSums, Pieces
 from kvbaton.core.plan import Runs
 from kvbaton.transport.cuda.copier import Copier, GpuCopier
 from kvbaton.transport.cuda.launch import Launch, Placement, Segment, launches_for
@@ -107,6 +107,9 @@ class DeviceMemory:
         self._region = region
         self._open = open_staging or Staging
         self._staging: Staging | None = None
+
+    def sum_blocks(self, blocks: BlockSums, most_bytes: int) -> None:
+        """What is to be summed is gathered first, piece by piece."""
 
     def sums(self, pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
         """CRC-32 of consecutive parts of these pieces, each up to the number in `ends`; the first one continues `value`."""
