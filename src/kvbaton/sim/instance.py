@@ -429,6 +429,8 @@ class SimInstance:
                 cluster.settings,
                 lambda note: self.source_watch.note(note),
             )
+        # One of the two sums every span as it comes, so that sums are under way while more is computed, moved or retracted.
+        (self.coordinator.source if pid % 2 else self.coordinator.target).sum_size = 1
         self._handle_frame, self._handle_report = self.coordinator.on_frame, self.coordinator.take_report
         if self.thread is not None:
             # What the driver has its coordinator handle is looked at, too.
