@@ -44,6 +44,7 @@ _FIRST_WAIT_S = 0.001
 _LONGEST_WAIT_S = 0.05
 
 _TURN_BYTES = 8 << 20
+_AT_ONCE_BYTES = 256 << 10
 
 _MAX_UNREACHABLE = 4096
 
@@ -239,7 +240,11 @@ class Summer:
     def add(self, order: rank_orders.SumSpans, legs: Mapping[int, PiecePlanner] | None = None) -> None:
         """Put spans on the list, leg by leg, or as one; what cannot be summed is reported at once."""
         of = {self._rank: self._whole} if legs is None else legs
-        job = self._block_job(order, of) or self._planned(order, of)
+        blocks = self._block_job(order, of)
+        # What takes some ten microseconds is done at once: to come back for it in another turn takes longer.
+        if blocks is not None and self._sum_blocks(blocks, _AT_ONCE_BYTES) is not None:
+            return
+        job = blocks or self._planned(order, of)
         if job is not None:
             self._jobs.setdefault((order.side, order.copy.key), deque()).append(job)
 
@@ -286,7 +291,11 @@ class Summer:
         """Continue the first job, and report what is complete, or that the rest of it cannot be done; returns the bytes."""
         job, summed = jobs[0], 0
         if isinstance(job, _BlockJob):
-            return self._sum_blocks(jobs, job)
+            jobs.popleft()
+            if (taken := self._sum_blocks(job, self.turn_bytes)) is None:
+                # Too long for a turn, or left to others by the loop in C.
+                jobs.extendleft(filter(None, [self._planned(job.order, job.legs)]))
+            return taken or 0
         try:
             if self._memory is not None:
                 end, summed = job.end_within(budget)
@@ -302,19 +311,16 @@ class Summer:
             jobs.popleft()
         return summed
 
-    def _sum_blocks(self, jobs: deque[_SumJob | _BlockJob], job: _BlockJob) -> int:
-        """Sum the first job at once; what is too long for a turn, or what the loop in C leaves to others, is planned."""
+    def _sum_blocks(self, job: _BlockJob, most_bytes: int) -> int | None:
+        """Sum and report a whole job, and return its bytes; None, and nothing was done, where the memory cannot do that."""
         order = job.order
-        jobs.popleft()
         try:
-            taken = None if self._memory is None else self._memory.sum_blocks(job.blocks, self.turn_bytes)
+            taken = None if self._memory is None else self._memory.sum_blocks(job.blocks, most_bytes)
         except Exception as problem:
             self.refuse(order, f"{type(problem).__name__}: {problem}")
             raise
         if taken is None:
-            if (planned := self._planned(order, job.legs)) is not None:
-                jobs.appendleft(planned)
-            return 0
+            return None
         (leg,), (values, summed) = job.legs, taken
         sums: dict[int, tuple[tuple[int, int], ...]] = {
             span.number: ((leg, value),) for span, value in zip(order.spans, values, strict=True)

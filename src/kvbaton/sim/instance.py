@@ -1091,7 +1091,7 @@ class SimInstance:
                 self._handle_report(reports)
                 if any(record.open_copies.get(over.rank) == over.copy for record in live):
                     self.cluster.world.find("taken", f"{self.process.name}: {over}, and the copy counts as open")
-            case SpansMoved(copy=copy) | SpanSummed(copy=copy):
+            case SpansMoved(copy=copy) | SpansSummed(copy=copy):
                 records = (self.coordinator.source.live.get(copy.key), target.live.get(copy.key))
                 others = [record for record in records if record is not None and record.copy != copy]
                 places = list(map(_counted, others)) if others else []

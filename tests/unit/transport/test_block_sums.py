@@ -242,10 +242,9 @@ def test_a_sum_that_breaks_is_reported_and_not_tried_for_ever() -> None:
     reports: list[SpansSummed] = []
     summer = Summer(0, layout(), _Broken(CACHE.data.cast("B")), reports.append)
     span, copy, full = Span(0, 0, 2 * PIECE_TOKENS, 0, 1), CopyId(KEY, 1, 1), Integrity.FULL
-    summer.add(SumSpans(copy=copy, side=Side.SOURCE, blocks=((3, 4),), spans=(span,), cached_tokens=0, integrity=full))
     with pytest.raises(MemoryError):
-        summer.work()
-    assert [report.error for report in reports] == ["checksum: MemoryError: 2 blocks, 8388608 bytes"]
+        summer.add(SumSpans(copy=copy, side=Side.SOURCE, blocks=((3, 4),), spans=(span,), cached_tokens=0, integrity=full))
+    assert [report.error for report in reports] == ["checksum: MemoryError: 2 blocks, 262144 bytes"]
     summer.work()
     assert len(reports) == 1
     assert not summer.has_work
