@@ -292,10 +292,15 @@ class Summer:
         job, summed = jobs[0], 0
         if isinstance(job, _BlockJob):
             jobs.popleft()
-            if (taken := self._sum_blocks(job, self.turn_bytes)) is None:
-                # Too long for a turn, or left to others by the loop in C.
-                jobs.extendleft(filter(None, [self._planned(job.order, job.legs)]))
-            return taken or 0
+            if (taken := self._sum_blocks(job, budget)) is not None:
+                return taken
+            if budget < self.turn_bytes:
+                # In a turn of its own, if it is short enough for that.
+                jobs.appendleft(job)
+                return budget
+            # Too long for a turn, or left to others by the loop in C.
+            jobs.extendleft(filter(None, [self._planned(job.order, job.legs)]))
+            return 0
         try:
             if self._memory is not None:
                 end, summed = job.end_within(budget)

@@ -353,7 +353,7 @@ class SourceSide:
     def _sums_due(self, record: SourceRecord, integrity: Integrity) -> tuple[Span, ...]:
         """What the ranks are to sum now: all that they have not, once everything is computed; before that, what is worth it.
 
-        An order costs as much as summing some hundred KiB, and what is left for the end takes less than a millisecond.
+        An order costs as much as summing some hundred KiB, and what is left for the end about a millisecond.
         """
         unsummed = tuple(record.spans[record.summing :])
         size = self.sum_size * (ONE_IN if integrity is Integrity.SAMPLED else 1)

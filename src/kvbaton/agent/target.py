@@ -120,7 +120,7 @@ from kvbaton.core.aux_area import AuxArea, AuxPointer, AuxSlots, pointer_problem
 from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.card import Card
 from kvbaton.core.checks import ONE_IN, size_worth_summing, span_size, sums_problem
-from kvbaton.core.grants import next_sequence
+from kvbaton.core.grants import REACH, next_sequence
 from kvbaton.core.handoff import (
     Aux,
     AuxChannel,
@@ -486,7 +486,7 @@ class TargetSide:
             self._ranks.send(rank.rank, MoveSpans(copy, record.source_blocks, new))
 
     def drop_spans(self, record: TargetRecord) -> None:
-        """Forget what was announced, moved and summed: it is void. Copies in flight are left to `stop_copy`."""
+        """Forget what was announced, moved, summed and sampled: it is void. Copies in flight are left to `stop_copy`."""
         record.spans.clear()
         record.source_blocks = ()
         record.unmoved.clear()
@@ -494,6 +494,7 @@ class TargetSide:
         record.moved.clear()
         record.on_wire = 0
         record.span_count = None
+        record.aux = record.aux_pointer = None
         record.is_confirmed = False
         self._drop_sums(record)
         record.bytes_planned = record.bytes_moved = 0
@@ -781,13 +782,18 @@ class TargetSide:
             # Of a sequence number that this grant never had: its frame was changed on the way, and the true one may have been
             # accepted. Taken as the end, it would free blocks that the source writes to.
             self.late_total["refused"] += 1
-        elif refused.stale and not refused.sequence and record.executor is Executor.SOURCE_WRITES:
+        elif refused.stale and not refused.sequence and self._may_write(record, refused.used_up_to):
             self._end_unnumbered(record, sender, refused)
         elif refused.stale and record.state is TargetState.GRANTED:
             self._grant_anew(record, sender, refused.used_up_to)
         else:
             record.peer_is_quiet = True
             self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, refused.reason)
+
+    @staticmethod
+    def _may_write(record: TargetRecord, used_up_to: int) -> bool:
+        """Whether the source may have accepted the grant; not where its number is too far ahead of those that it has used."""
+        return record.executor is Executor.SOURCE_WRITES and record.sequence <= used_up_to + REACH
 
     def _end_unnumbered(self, record: TargetRecord, source: Incarnation, refused: Refused) -> None:
         """A source that writes has refused a number as stale, without naming it, as an older release may.
@@ -1105,7 +1111,7 @@ class TargetSide:
     def sum_moved(self, record: TargetRecord) -> None:
         """Have each rank sum what has arrived there: all of it once nothing is missing; before that, what is worth it.
 
-        An order costs as much as summing some hundred KiB, and what is left for the end takes less than a millisecond.
+        An order costs as much as summing some hundred KiB, and what is left for the end about a millisecond.
         """
         for rank, numbers in record.unsummed.items():
             if numbers:

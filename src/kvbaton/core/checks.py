@@ -53,7 +53,7 @@ ONE_IN = 16
 """One piece in this many is sampled."""
 
 _WORTH_SUMMING_BYTES = 8 << 20
-"""What is summed before the last span is known is at least about so much at a time; it takes less than a millisecond."""
+"""What is summed before the last span is known is at least about so much at a time: with the loop in C about a millisecond."""
 
 _FEW_PIECES = 128
 """Up to about so many sampled pieces are planned one by one: NumPy takes as long for any array, however short."""
@@ -217,7 +217,8 @@ class PiecePlanner:
         if even is None or len(self._groups) != 1:
             return None
         (group,), rows = self._groups, self._rows[0]
-        is_plain = group.tokens.size == rows.other.tokens.size == 1 and not (group.window or group.whole_blocks)
+        is_whole = not (group.window or group.whole_blocks or group.moves_pages)
+        is_plain = is_whole and group.tokens.size == rows.other.tokens.size == 1
         if not is_plain or not group.block_tokens == group.page_tokens == PIECE_TOKENS:
             return None
         offsets = tuple(offset for planes in even.offsets for offset in planes)

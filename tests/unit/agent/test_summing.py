@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
+import pytest
 from agent_rig import key_of, layout_of_tokens
 
+from kvbaton.agent import rank
 from kvbaton.agent.rank import RegionMemory, Summer
 from kvbaton.agent.rank_orders import CopyId, SpansSummed, SumSpans
 from kvbaton.core.checks import BlockSums, PiecePlanner, Pieces
@@ -29,8 +31,9 @@ class Slow:
 
     summed: list[int] = field(default_factory=list)
 
-    def sum_blocks(self, blocks: BlockSums, most_bytes: int) -> None:
+    def sum_blocks(self, blocks: BlockSums, most_bytes: int) -> tuple[list[int], int] | None:
         del blocks, most_bytes
+        return None
 
     def sums(self, pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
         self.summed.append(len(pieces))
@@ -84,6 +87,39 @@ def test_a_turn_is_bounded_and_long_spans_go_on_where_they_stopped() -> None:
     assert turns >= 7
     assert max(memory.summed) == 8
     assert [report.sums for report in reports] == [{0: ((0, 1),)}, {0: ((0, 60),)}]
+
+
+@dataclass
+class InBlocks(Slow):
+    """Memory that sums whole orders, as the loop in C does; `taken` has how many orders each call of `work` has summed."""
+
+    taken: list[int] = field(default_factory=list)
+
+    def sum_blocks(self, blocks: BlockSums, most_bytes: int) -> tuple[list[int], int] | None:
+        size = 16 * len(blocks.spans)
+        if size > most_bytes:
+            return None
+        self.taken[-1] += 1
+        return [7] * len(blocks.spans), size
+
+
+def test_whole_orders_are_summed_within_what_is_left_of_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank, "_AT_ONCE_BYTES", 0)
+    (group,) = layout_of_tokens(1, BLOCKS).groups
+    (plane,) = group.planes
+    plane = msgspec.structs.replace(plane, block_stride=16)
+    even = msgspec.structs.replace(group, block_tokens=16, page_tokens=16, blocks=2, planes=(plane,))
+    reports: list[SpansSummed] = []
+    memory = InBlocks()
+    summer = Summer(0, Layout(32, (even,)), memory, reports.append)
+    summer.turn_bytes = 40
+    for name in "abc":
+        summer.add(ask(name, Span(0, 0, 16, 0, 1), blocks=((0,),)))
+    while summer.has_work:
+        memory.taken.append(0)
+        summer.work()
+    assert memory.taken == [2, 1]
+    assert [report.sums for report in reports] == [{0: ((0, 7),)}] * 3
 
 
 def test_spans_of_one_order_are_reported_when_they_are_summed_each_once() -> None:

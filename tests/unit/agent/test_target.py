@@ -286,6 +286,15 @@ def test_a_count_of_spans_that_overtook_their_announcements_is_void_with_its_gen
     assert rig.sent(ConfirmAsk) == [ConfirmAsk(KEY, 1, 2)]
 
 
+def test_a_first_token_is_void_with_its_generation(rig: Rig) -> None:
+    rig.grant()
+    rig.announce(0, 1, 2)
+    rig.finish_prefill()
+    assert rig.side.live[KEY].aux is not None
+    rig.side.on_retracted(S1, Retracted(KEY, 1, 2))
+    assert rig.side.live[KEY].aux is None
+
+
 @pytest.mark.parametrize("at", [TargetState.FILLING, TargetState.CONFIRMING])
 def test_the_end_of_the_prefill_again_and_again_renews_no_deadline(rig: Rig, at: TargetState) -> None:
     if at is TargetState.CONFIRMING:
@@ -452,6 +461,15 @@ def test_a_refusal_without_its_number_is_no_proof_that_a_source_which_writes_is_
     assert outcomes(writing.take_events()) == [Outcome.CANCELLED if at == "stopping" else Outcome.FAILED]
     writing.grant(key_of("next"))
     assert writing.sent(Grant)[-1].sequence == (7 if at == "granted" else 2), "it goes on with a number that is accepted"
+
+
+def test_a_number_that_a_source_which_writes_cannot_have_accepted_is_replaced(writing: Rig) -> None:
+    """Its stop would not be answered either."""
+    writing.grant()
+    writing.side.on_refused(S1, Refused("used before", KEY, 1, stale=True, used_up_to=1 << 40, sequence=1))
+    writing.post.take()
+    writing.side.on_refused(S1, Refused("too far ahead", KEY, 2, stale=True, used_up_to=1))
+    assert [(grant.grant, grant.sequence) for grant in writing.sent(Grant)] == [(3, 2)]
 
 
 @pytest.mark.parametrize("used_up_to", [1, 2, 9_000, 1 << 40])
