@@ -43,6 +43,7 @@ from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.card import Card, ProcessId, RankCard
 from kvbaton.core.grants import REACH, GrantWindows
 from kvbaton.core.handoff import Executor, HandoffKey, Incarnation, Integrity, Mode, Outcome, TransferId
+from kvbaton.core.layout import Layout
 from kvbaton.core.lifecycle import SourceState, TargetState
 from kvbaton.core.messages import (
     MAX_NUMBER,
@@ -394,24 +395,7 @@ class SimInstance:
             vars(agent)["_summer"].turn_bytes = cluster.few_cells
         if cluster.rank_lag_s:
             self._start_ranks(reports)
-        is_back = any(
-            each.name.startswith(f"{self.address}#") for each in cluster.processes.values() if each is not self.process
-        )
-        strangers = {each.rstrip("+") for each in cluster.strangers if is_back or not each.endswith("+")}
-        has_area = not self.loops and self.address not in cluster.without_area
-        card = Card(
-            incarnation=self.incarnation,
-            model="tags",
-            fingerprint="others" if self.address in strangers else "tags",
-            shape=str(shape.shape) if isinstance(shape, TagCacheShape) else f"tp{shape.ranks}",
-            ranks=tuple(
-                RankCard(rank, layouts[rank], (each.endpoint(),), each.memory.aux_area if has_area else None)
-                for rank, each in enumerate(self.transports)
-            ),
-            process=ProcessId("host", pid, 1),
-            defer_timeout=cluster.limits.defer_timeout,
-            transfer_timeout=cluster.limits.transfer_timeout,
-        )
+        card = self._make_card(pid, layouts)
         self.engine = self._make_engine(memories, cache)
         self.engine.executor = self.agents[0].executor
         self.engine.is_checked = cluster.settings.integrity is Integrity.FULL
@@ -441,6 +425,36 @@ class SimInstance:
             vars(self.coordinator).update(_peers=WatchedPeers(cluster.most_peers, self.coordinator, cluster.world))
         for transport in self.transports if isinstance(shape, InstanceShape) else ():
             transport.is_paired = True
+        self._look_at_coordinator()
+        self.engine.coordinator = self.coordinator
+        self.engine.port = self.coordinator if self.thread is None else self.thread.driver
+        self.engine.watch = cluster.watch
+        self.engine.start()
+
+    def _make_card(self, pid: int, layouts: tuple[Layout, ...]) -> Card:
+        cluster, shape = self.cluster, self.shape
+        is_back = any(
+            each.name.startswith(f"{self.address}#") for each in cluster.processes.values() if each is not self.process
+        )
+        strangers = {each.rstrip("+") for each in cluster.strangers if is_back or not each.endswith("+")}
+        has_area = not self.loops and self.address not in cluster.without_area
+        return Card(
+            incarnation=self.incarnation,
+            model="tags",
+            fingerprint="others" if self.address in strangers else "tags",
+            shape=str(shape.shape) if isinstance(shape, TagCacheShape) else f"tp{shape.ranks}",
+            ranks=tuple(
+                RankCard(rank, layouts[rank], (each.endpoint(),), each.memory.aux_area if has_area else None)
+                for rank, each in enumerate(self.transports)
+            ),
+            process=ProcessId("host", pid, 1),
+            defer_timeout=cluster.limits.defer_timeout,
+            transfer_timeout=cluster.limits.transfer_timeout,
+        )
+
+    def _look_at_coordinator(self) -> None:
+        """Have what the coordinator does looked at."""
+        cluster = self.cluster
         self._reactions = Reactions(self.coordinator, self.local_now, self._sent)
         self._notices = NoticeWatch(self.coordinator, cluster.limits)
         self._causes = Causes()
@@ -465,10 +479,6 @@ class SimInstance:
             vars(coordinator).update(
                 spans_ready=partial(self._compute, coordinator.spans_ready), offer=partial(self._compute, coordinator.offer)
             )
-        self.engine.coordinator = self.coordinator
-        self.engine.port = self.coordinator if self.thread is None else self.thread.driver
-        self.engine.watch = cluster.watch
-        self.engine.start()
 
     def _make_engine(self, memories: list[RankMemory], cache: TagCache | None) -> SimEngine:
         cluster, process = self.cluster, self.process

@@ -7,6 +7,7 @@ blocks on either side, clients that leave, and every fault of a link, a process 
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import msgspec
 
@@ -64,6 +65,11 @@ def _with_room(script: Script) -> Script:
     return msgspec.structs.replace(script, caches=caches)
 
 
+def _of_one_pair(script: Script, **changes: Any) -> Script:
+    """The run with one source and one target, which fails what cannot be handed over, and whatever else is changed."""
+    return msgspec.structs.replace(script, prefills=1, decodes=1, recomputes=False, **changes)
+
+
 def _crowded(rng: random.Random, script: Script) -> Script:
     """More prefills at once than a source has blocks for: it preempts some that it has begun to stream, and computes them anew.
 
@@ -79,10 +85,8 @@ def _crowded(rng: random.Random, script: Script) -> Script:
         )
         for _ in range(rng.randint(4, 7))
     )
-    return msgspec.structs.replace(
+    return _of_one_pair(
         script,
-        prefills=1,
-        decodes=1,
         layers=rng.choice((1, 2)),
         caches=caches,
         loads=(LoadScript(0.0, "p0", 2, 22),) * rng.randint(1, 3),
@@ -91,7 +95,6 @@ def _crowded(rng: random.Random, script: Script) -> Script:
         step_s=0.002,
         move_s=rng.choice((0.002, 0.005)),
         integrity=Integrity.OFF,
-        recomputes=False,
     )
 
 
@@ -109,10 +112,8 @@ def _behind(rng: random.Random, script: Script) -> Script:
         LoadScript(0.015 * number + rng.uniform(0.0, 0.01), "d0", rng.randint(2, 8), rng.randint(2, 6))
         for number in range(rng.randint(8, 14))
     )
-    return msgspec.structs.replace(
+    return _of_one_pair(
         script,
-        prefills=1,
-        decodes=1,
         layers=1,
         caches=caches,
         loads=loads,
@@ -122,7 +123,6 @@ def _behind(rng: random.Random, script: Script) -> Script:
         move_s=0.0002,
         rank_lag_s=0.0005,
         integrity=Integrity.OFF,
-        recomputes=False,
     )
 
 
@@ -144,15 +144,12 @@ def _withdrawn(rng: random.Random, script: Script) -> Script:
         Fault(FaultKind.PAUSE, 0.0, who="d0", for_s=5.0),
         Fault(FaultKind.STALL_AGENT, rng.uniform(3.9, 4.1), who="p0", for_s=rng.choice((0.5, 1.0, 2.0))),
     )
-    return msgspec.structs.replace(
+    return _of_one_pair(
         script,
-        prefills=1,
-        decodes=1,
         layers=1,
         caches=caches,
         loads=loads,
         requests=(request,),
         faults=faults,
         step_s=rng.uniform(0.04, 0.08),
-        recomputes=False,
     )
