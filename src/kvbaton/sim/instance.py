@@ -751,7 +751,7 @@ class SimInstance:
         """Have the coordinator handle a message, and see what it makes of it."""
         message, now = envelope.message, self.local_now()
         if isinstance(message, Hello) and message.wants_answer:
-            self.cluster.watch.is_asked_for_card(self.process.name)
+            self.cluster.watch.is_asked_for_card(self.process.name, envelope.sender.partition("#")[0])
         check = self._reactions.expect(envelope, via)
         self._questions.received(envelope.sender, now)
         self._received.take(envelope.sender, message)

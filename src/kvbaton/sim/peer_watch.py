@@ -141,10 +141,15 @@ class QuestionWatch:
 
 @dataclass(slots=True)
 class _SeenNotice:
-    """A notice, whose place in memory no other one takes meanwhile; since when it is there, and when it was last sent."""
+    """A notice, whose place in memory no other one takes meanwhile; since when it is there, and when it was last sent.
+
+    Both bounds are counted from what suits the instance: it may not give up early, however long it stood still, and what is
+    overdue when it goes on is not late.
+    """
 
     notice: object
     since: float
+    late_from: float
     sent_at: float
 
 
@@ -180,12 +185,12 @@ class NoticeWatch:
         """What is wrong with the notices that there are, or were when this was last asked."""
         early_s, late_s = self._limits.transfer_timeout * 0.98, self._limits.transfer_timeout * 1.05 + 0.1
         if now - self._looked_at > _STOOD_STILL * self._limits.beat_s:
-            self._seen = {key: replace(seen, since=now, sent_at=now) for key, seen in self._seen.items()}
+            self._seen = {key: replace(seen, late_from=now, sent_at=now) for key, seen in self._seen.items()}
         self._looked_at = now
         for key, seen in list(self._seen.items()):
             notice, source = self._waiting.get(key), getattr(seen.notice, "source", None)
             if notice is seen.notice:
-                if now - seen.since > late_s:
+                if now - seen.late_from > late_s:
                     yield f"the notice about {key} is repeated for ever"
                 if source is not None and now - seen.sent_at > self._limits.beat_s * 1.05 + 0.05:
                     yield f"the notice about {key} is not repeated"
@@ -195,5 +200,5 @@ class NoticeWatch:
             del self._seen[key]
         for key, notice in self._waiting.items():
             if key not in self._seen:
-                self._seen[key] = _SeenNotice(notice, now, now)
+                self._seen[key] = _SeenNotice(notice, now, now, now)
         self._settled.clear()

@@ -7,6 +7,7 @@ no rule of safety was broken.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -275,10 +276,13 @@ class Watch:
             self.seen_at[name, key] = self._world.now
             self.touch(key)
 
-    def is_asked_for_card(self, name: str) -> None:
-        """A peer does not know this instance, or not any more: it has dropped what was sent, which is sent again."""
+    def is_asked_for_card(self, name: str, peer: str) -> None:
+        """A peer does not know this instance, or not any more: it has dropped what was sent, which is sent again.
+
+        What it answers of all that was asked before says nothing about what it is busy with now.
+        """
         self._sent_at = {about: at for about, at in self._sent_at.items() if about[0] != name}
-        self._answered = {about: answer for about, answer in self._answered.items() if about[0] != name}
+        self._answered[name, peer] = self._questions[name], -math.inf
 
     # The engines.
 
