@@ -115,7 +115,7 @@ test-sim: $(VENV)/.installed-dev
 
 # Hours on two cores; continues where it was ended. `ARGS="--for-s 400 agent/target.py"` runs a part.
 test-mutants: $(VENV)/.installed-dev
-	$(BIN)/python tools/mutants.py --deep $(ARGS)
+	$(BIN)/python tools/mutants.py --deep --wide 2000 $(ARGS)
 
 test-e2e: $(VENV)/.installed-dev
 ifeq ($(strip $(ARGS)),)

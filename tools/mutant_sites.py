@@ -5,7 +5,8 @@ function, the kind of change, the text before and after, and no line number: the
 survives edits elsewhere in the file.
 
 Left out, because no rule of the protocol depends on them: logs, notes for timelines, counters (`*_total`), the texts of
-reasons, annotations, defaults of fields, and the first values in constructors.
+reasons, annotations, defaults of fields, the first values in constructors, names that are deleted as unused, and cases that
+the type checker excludes (`assert_never`).
 """
 
 from __future__ import annotations
@@ -150,8 +151,11 @@ class _Walk:
 
     def _is_effect(self, statement: ast.stmt) -> bool:
         match statement:
-            case ast.Expr(value=ast.Call()) | ast.Delete():
-                return True
+            case ast.Delete(targets=targets):
+                # A name that is deleted was an argument or a local that is not used: nothing can notice that.
+                return not all(isinstance(target, ast.Name) for target in targets)
+            case ast.Expr(value=ast.Call()):
+                return not ast.unparse(statement).startswith("assert_never(")
             case ast.Assign(targets=targets):
                 return any(_is_kept(target) for target in targets)
             case ast.AugAssign():

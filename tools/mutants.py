@@ -3,9 +3,9 @@
 `python tools/mutants.py [MODULE...]` runs every mutant of these modules (default: all), and keeps a report. Each mutant runs in
 a child of its own, forked from this process when everything is imported: the changed function is compiled and put in place of
 the real one. There it meets the deck (undisturbed flows and seeds of `kvbaton sim`; those that reach the changed line, cheap
-ones first, at most `--runs`) until a rule is broken, and then the unit tests of its module, which have to pass without it
-first. What was found is kept in `--work` as it comes: a run that was ended continues there (`--fresh` starts over, `--retry`
-tries what survived again). `--for-s` ends it after so long.
+ones first, at most `--runs`) until a rule is broken, then all other runs of the first `--wide` seeds that reach that line, and
+then the unit tests of its module, which have to pass without it first. What was found is kept in `--work` as it comes: a run
+that was ended continues there (`--fresh` starts over, `--retry` tries what survived again). `--for-s` ends it after so long.
 
 `--draw N` takes about N mutants instead of all: of each module its share, at least `_LEAST` of them, by a seed. The report then
 is one of a sample, and states so.
@@ -153,13 +153,14 @@ class Mutant(NamedTuple):
 class Deck:
     """The runs of the simulator that mutants meet, and which lines and table rows each of them reaches."""
 
-    def __init__(self, seeds: int, work: Path) -> None:
+    def __init__(self, seeds: int, wide: int, work: Path) -> None:
         from kvbaton.sim.exhaustive import FLOWS
 
         # Drills are cheap, and reach what random runs reach too rarely: nine of ten runs are, of all six lists.
         parts = ((8, 0), (8, 3), (8, 1), (8, 2), (8, 7), (8, 5), (8, 4), (8, 2), (32, 8), (32, 24))
         chosen = [every * number + first for number, (every, first) in zip(range(seeds), itertools.cycle(parts), strict=False)]
         self.labels = [f"flow {name}" for name in FLOWS] + [f"seed {seed}" for seed in chosen]
+        self._wide = [f"seed {seed}" for seed in sorted(set(range(wide)) - set(chosen))]
         self._file = work / "reached.json"
         self._reached: dict[str, set[str]] = {}
         self.found_by: Counter[str] = Counter()
@@ -168,14 +169,15 @@ class Deck:
     def measure(self) -> None:
         """Find out what every run reaches, unless that is kept, and have cheap runs first."""
         kept: dict[str, tuple[int, list[str]]] = json.loads(self._file.read_text()) if self._file.exists() else {}
-        new = [label for label in self.labels if label not in kept]
+        new = [label for label in (*self.labels, *self._wide) if label not in kept]
         for number, label in enumerate(new, 1):
             events, places = _reached_by(label)
             kept[label] = events, sorted(places)
             if number % _MEASURED == 0 or number == len(new):
                 # Often enough: a run that is ended in the middle does not begin anew.
                 self._file.write_text(json.dumps(kept))
-        self._reached = {label: set(kept[label][1]) for label in self.labels}
+        self._reached = {label: set(kept[label][1]) for label in (*self.labels, *self._wide)}
+        self._wide.sort(key=lambda label: kept[label][0])
         # Of every kind of run the cheapest first, then of every kind the next one: a mutant meets all kinds early.
         self.labels.sort(key=lambda label: kept[label][0])
         turns: Counter[str] = Counter()
@@ -199,6 +201,11 @@ class Deck:
         best = [label for label, _ in self.found_by.most_common() if label in met][:_BEST]
         mixed = [label for pair in zip(rare, reaching, strict=True) for label in pair]
         return list(dict.fromkeys(best + mixed))
+
+    def reaching_too(self, places: Iterable[str]) -> list[str]:
+        """The other runs of the first seeds that reach one of these places, cheap ones first."""
+        wanted = set(places)
+        return [label for label in self._wide if not wanted.isdisjoint(self._reached[label])]
 
 
 def _kind(label: str) -> str:
@@ -320,6 +327,7 @@ def _simulate(labels: Iterable[str]) -> dict[str, Any] | None:
     from kvbaton.sim.run import run_script
 
     for runs, label in enumerate(labels, 1):
+        signal.setitimer(signal.ITIMER_VIRTUAL, _ENDLESS_S)
         try:
             violations = run_script(_script(label)).violations
         except Exception as error:  # noqa: BLE001 - a mutant may raise anything
@@ -359,15 +367,14 @@ def _test(module: str, *, is_deep: bool) -> dict[str, Any] | None:
 def _examine(mutant: Mutant, deck: Deck, options: argparse.Namespace, known: str) -> dict[str, Any]:
     """What notices this mutant; runs in the child."""
     signal.signal(signal.SIGVTALRM, _on_alarm)
-    signal.setitimer(signal.ITIMER_VIRTUAL, _ENDLESS_S)
     began = time.process_time()
     found: dict[str, Any] | None
     reaching: list[str] = []
     try:
         try:
             places, near = _install(mutant)
-            reaching = [known] if known else deck.reaching(places, near)
-            found = _simulate(reaching[: options.runs])
+            reaching = [known] if known else deck.reaching(places, near)[: options.runs] + deck.reaching_too(places)
+            found = _simulate(reaching)
         except Exception as error:  # noqa: BLE001 - a mutant may raise anything
             found = {"by": "sim", "rule": "exception", "run": "import", "runs": 0, "detail": repr(error)[:200]}
         if found is None and options.unit:
@@ -559,6 +566,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--seeds", type=int, default=500, help="how many seeds the deck has")
     parser.add_argument("--runs", type=int, default=250, help="how many runs of the deck a mutant meets at most")
+    parser.add_argument("--wide", type=int, default=0, help="what these do not find meets so many seeds from 0 on, too")
     parser.add_argument("--for-s", type=float, default=float("inf"), help="start no mutant after so long")
     parser.add_argument("--work", type=Path, default=_ROOT / "build" / "mutants")
     parser.add_argument("--report", type=Path, default=_REPORT)
@@ -586,7 +594,7 @@ def main() -> int:
     elif options.draw:
         every = _draw(every, options.draw, options.draw_seed)
     known: dict[str, str] = {}
-    deck = Deck(options.seeds, options.work)
+    deck = Deck(options.seeds, options.wide, options.work)
     if options.sample:
         mutants, known = _sample(every, options.sample)
         results = options.work / "sample.jsonl"
