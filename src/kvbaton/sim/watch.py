@@ -279,7 +279,7 @@ class Watch:
     def is_asked_for_card(self, name: str, peer: str) -> None:
         """A peer does not know this instance, or not any more: it has dropped what was sent, which is sent again.
 
-        What it answers of all that was asked before says nothing about what it is busy with now.
+        What it answers of all that was asked before is no sign that it is busy with what is asked now.
         """
         self._sent_at = {about: at for about, at in self._sent_at.items() if about[0] != name}
         self._answered[name, peer] = self._questions[name], -math.inf
