@@ -89,52 +89,71 @@ static int by_start(const void *one, const void *other) {
     return (a > b) - (a < b);
 }
 
-/* What the places of a strip cover on one side (0: source, 1: target), counted from a slot; 0 where that is beyond `region`.
-   `spread` is what the items of one token cover. No sum here can wrap: each part was compared with `region`, which is below 2^63. */
-static int cover(const struct strip *strip, int side, uint64_t region, struct box *covered, struct box *spread) {
-    uint64_t step = strip->item_count ? strip->steps[side] : 0, most_steps = 0;
-    spread->start = strip->item_count ? UINT64_MAX : 0;
-    spread->end = 0;
+/* What a strip covers on one side (0: source, 1: target), counted from a slot: `covered`. `spread` is what the items of one token cover,
+   `most_steps` how many steps from token to token the region has room for. */
+struct side {
+    uint64_t region, step, most_steps;
+    struct box spread, covered;
+};
+
+/* 0 where an item is beyond the region. No sum here or below can wrap: each part was compared with `region`, which is below 2^63. */
+static int cover_items(const struct strip *strip, int number, uint64_t region, struct side *side) {
+    struct box spread = {strip->item_count ? UINT64_MAX : 0, 0};
     for (uint64_t item = 0; item < strip->item_count; item++) {
-        uint64_t start = strip->items[3 * item + side], bytes = strip->items[3 * item + 2];
+        uint64_t start = strip->items[3 * item + number], bytes = strip->items[3 * item + 2];
         if (!bytes || bytes > region || start > region - bytes) return 0;
-        if (start < spread->start) spread->start = start;
-        if (start + bytes > spread->end) spread->end = start + bytes;
+        if (start < spread.start) spread.start = start;
+        if (start + bytes > spread.end) spread.end = start + bytes;
     }
-    if (step) most_steps = (region - spread->end) / step;
-    covered->start = UINT64_MAX;
-    covered->end = 0;
-    for (uint64_t number = 0; number < strip->place_count; number++) {
-        const uint64_t *place = strip->places + number * strip->row;
-        uint64_t start = place[side * strip->column], last = place[2 * strip->column], end;
-        if (!last || start > region) return 0;
-        if (!strip->item_count) {
-            if (last > region) return 0;
-            end = start + last;
-        } else {
-            if (step && last - 1 > most_steps) return 0;
-            end = start + (last - 1) * step + spread->end;
-        }
-        if (end > region) return 0;
-        if (start < covered->start) covered->start = start;
-        if (end > covered->end) covered->end = end;
-    }
-    covered->start += spread->start;
+    uint64_t step = strip->item_count ? strip->steps[number] : 0;
+    *side = (struct side){region, step, step ? (region - spread.end) / step : UINT64_MAX, spread, {UINT64_MAX, 0}};
     return 1;
 }
 
-/* Whether no two runs of a slot overlap in the target: places one behind the other, tokens in each and items in those; or, with
-   heads outside of tokens, items in places and tokens in those. */
-static int stands_apart(const struct strip *strip, const struct box *spread) {
-    uint64_t most_tokens = 0, step = strip->steps[1], before = 0;
-    int is_nested = 1, is_turned = 1;
-    for (uint64_t number = 0; number < strip->place_count; number++) {
-        const uint64_t *place = strip->places + number * strip->row;
-        uint64_t start = place[strip->column] + spread->start, last = place[2 * strip->column];
-        if (start < before) return 0;
-        before = place[strip->column] + (strip->item_count ? (last - 1) * step + spread->end : last);
-        if (last > most_tokens) most_tokens = last;
+/* Where a place ends on one side; 0 where that is beyond the region. `count` is at least 1. */
+static inline uint64_t end_of(const struct side *side, uint64_t start, uint64_t count, int has_items) {
+    if (start > side->region || (has_items ? count - 1 > side->most_steps : count > side->region)) return 0;
+    uint64_t end = has_items ? start + (count - 1) * side->step + side->spread.end : start + count;
+    return end > side->region ? 0 : end;
+}
+
+/* One look at each place, which costs as much as all the rest: what they cover, whether they lie one behind the other in the target, and
+   the most tokens. 0 where one is empty, beyond a region, or before the last one. `has_items`, `row` and `column` are numbers where this
+   is called, so that the loop is made for them. */
+static inline __attribute__((always_inline)) int cover_places(const struct strip *strip, struct side *sides, uint64_t *most, int has_items,
+                                                              uint64_t row, uint64_t column) {
+    struct side source = sides[0], target = sides[1];
+    uint64_t before = 0, tokens = 0;
+    for (const uint64_t *place = strip->places, *last = place + strip->place_count * row; place != last; place += row) {
+        uint64_t from = place[0], to = place[column], count = place[2 * column];
+        if (!count) return 0;
+        uint64_t source_end = end_of(&source, from, count, has_items), target_end = end_of(&target, to, count, has_items);
+        if (!source_end || !target_end || to + target.spread.start < before) return 0;
+        if (from < source.covered.start) source.covered.start = from;
+        if (source_end > source.covered.end) source.covered.end = source_end;
+        if (to < target.covered.start) target.covered.start = to;
+        before = target_end;
+        if (count > tokens) tokens = count;
     }
+    target.covered.end = before; /* the last one, as each ends behind the one before it */
+    source.covered.start += source.spread.start;
+    target.covered.start += target.spread.start;
+    sides[0] = source;
+    sides[1] = target;
+    *most = tokens;
+    return 1;
+}
+
+static int cover(const struct strip *strip, struct side *sides, uint64_t *most) {
+    if (strip->row != 3 || strip->column != 1) return cover_places(strip, sides, most, strip->item_count > 0, strip->row, strip->column);
+    return strip->item_count ? cover_places(strip, sides, most, 1, 3, 1) : cover_places(strip, sides, most, 0, 3, 1);
+}
+
+/* Whether no two runs of a place overlap in the target, where places lie one behind the other: tokens in each place and items in those; or,
+   with heads outside of tokens, items in places and tokens in those. */
+static int stands_apart(const struct strip *strip, const struct side *target, uint64_t most_tokens) {
+    uint64_t step = target->step;
+    int is_nested = 1, is_turned = 1;
     for (uint64_t item = 0; item < strip->item_count; item++) {
         const uint64_t *row = strip->items + 3 * item;
         if (item + 1 < strip->item_count) {
@@ -144,7 +163,7 @@ static int stands_apart(const struct strip *strip, const struct box *spread) {
         if (row[2] > step) is_turned = 0;
     }
     if (!strip->item_count || most_tokens < 2) return 1;
-    if (step < spread->end - spread->start) is_nested = 0;
+    if (step < target->spread.end - target->spread.start) is_nested = 0;
     return is_nested || is_turned;
 }
 
@@ -159,12 +178,14 @@ int check_strips(const struct strip *strips, uint64_t count, uint64_t source_byt
     if (!boxes) return 0;
     for (uint64_t number = 0; number < count && is_right; number++) {
         const struct strip *strip = strips + number;
-        struct box source, target, spread;
-        if (!strip->place_count || !cover(strip, 0, source_bytes, &source, &spread) ||
-            !cover(strip, 1, target_bytes, &target, &spread) || !stands_apart(strip, &spread)) {
+        struct side sides[2];
+        uint64_t most_tokens;
+        if (!strip->place_count || !cover_items(strip, 0, source_bytes, &sides[0]) || !cover_items(strip, 1, target_bytes, &sides[1]) ||
+            !cover(strip, sides, &most_tokens) || !stands_apart(strip, &sides[1], most_tokens)) {
             is_right = 0;
             break;
         }
+        struct box source = sides[0].covered, target = sides[1].covered;
         for (uint64_t each = 0; each < strip->slot_count && is_right; each++) {
             const uint64_t *slot = strip->slots + 3 * each;
             is_right = slot[0] <= source_bytes - source.end && slot[1] <= target_bytes - target.end;
