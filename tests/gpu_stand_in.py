@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvbaton.errors import TransportError
+from kvbaton.core.strips import Plan
+from kvbaton.errors import RangeError, TransportError
+from kvbaton.transport.checks import check_plan
 from kvbaton.transport.cuda import DeviceRegion
 from kvbaton.transport.cuda.driver import HANDLE_BYTES, GpuAllocation
 from kvbaton.transport.cuda.launch import LINE_BYTES, Launch, Placement
@@ -123,8 +125,22 @@ class HostCopier:
         self.start(launches, source.floor, target.floor, wakeup_fd)
         return plan.plan.wire_bytes
 
+    def check_and_start(
+        self, plan: Plan, sizes: tuple[int, int], source: Placement, target: Placement, wakeup_fd: int, most_bytes: int
+    ) -> int:
+        try:
+            return self.start_plan(check_plan(plan, *sizes), source, target, wakeup_fd, most_bytes)
+        except RangeError:
+            return 0
+
     def has_ended(self) -> bool:
         return self.wait(0)
+
+    def is_near(self) -> bool:
+        return False
+
+    def linger(self) -> bool:
+        return False
 
     def wait(self, timeout_s: float) -> bool:  # noqa: ARG002
         if self.fails:

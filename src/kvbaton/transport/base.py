@@ -24,8 +24,8 @@ What every implementation promises:
 - `revoke(peer)` ends all use of the peer: its tickets complete with an error, later posts to it are refused until it is
   connected anew.
 - `late_writes` declares what a peer can still do to *this side's* registered memory after a cancel or a revoke.
-- `wakeup_fd` is readable while `poll` has something, so that no caller spins. `close` closes it; `poll` still hands out
-  what was left.
+- `wakeup_fd` is readable while `poll` has something, so that no caller spins. It may be so shortly before, too, and then `poll`
+  waits for it, at most 0.1 ms, and may have nothing after all. `close` closes it; `poll` still hands out what was left.
 - One slow or dead peer delays no other.
 
 `post`, `poll`, `cancel` and `revoke` may be called from any thread.

@@ -103,6 +103,12 @@ class _ProcessReach:
     def has_ended(self) -> bool:
         return self._crew is None or self._crew.has_ended()
 
+    def is_near(self) -> bool:
+        return False
+
+    def linger(self) -> bool:
+        return False
+
     def wait_end(self) -> None:
         if self._crew is not None:
             self._crew.wait_end()

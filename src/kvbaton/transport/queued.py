@@ -123,6 +123,12 @@ class Starter(Protocol[L_contra]):
     def has_ended(self) -> bool:
         """Whether what was begun is moved; then it touches no memory any more, and the byte was written."""
 
+    def is_near(self) -> bool:
+        """Whether `wakeup_fd` got a byte because the end is near."""
+
+    def linger(self) -> bool:
+        """Then wait for the end, at most 0.1 ms; whether it came meanwhile. If so, it has no byte of its own."""
+
     def wait_end(self) -> None:
         """Wait until it is; not called under a lock of the caller: a GPU may take long."""
 
@@ -323,6 +329,7 @@ class Ledger(Generic[L]):
             # Cleared first: a byte of the starter that is taken here belongs to a batch that is then seen to have ended.
             self.done.clear()
             self._confirm_moved()
+            self._linger()
             self._look_at_begun()
             self.done.clear()
             completions, self._completions = self._completions, []
@@ -376,14 +383,28 @@ class Ledger(Generic[L]):
             errors = {link: self._confirmed(link) for link in {link for _, link, _ in moved}}
             self._completions += [Completion(ticket, moved_bytes, errors[link]) for ticket, link, moved_bytes in moved]
 
+    def _linger(self) -> None:
+        """Where the end of what was begun is near, wait a moment for it."""
+        begun, starter = self._begun, self._starter
+        if begun is None or starter is None or not starter.is_near():
+            return
+        # The early byte is taken first. If that of the end is taken with it, the next look sees the end.
+        self.done.was_written()
+        self.done.clear()
+        if starter.linger():
+            self._complete_begun(begun)
+
     def _look_at_begun(self) -> None:
         """Complete what was begun, if it has ended."""
         begun, starter = self._begun, self._starter
         if begun is None or starter is None or not starter.has_ended():
             return
+        self.done.was_written()
+        self._complete_begun(begun)
+
+    def _complete_begun(self, begun: _BegunBatch[L]) -> None:
         begun.error = begun.error or self._confirmed(begun.link)
         self._begun = None
-        self.done.was_written()
         self._completions.append(Completion(begun.ticket, begun.wire_bytes, begun.error))
 
     def _confirmed(self, link: L) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import threading
@@ -52,9 +51,11 @@ class Wakeup:
             return
         with self._lock:
             if self._is_set and self._read_fd >= 0:
-                with contextlib.suppress(BlockingIOError):  # a byte of `write_fd` may be taken before `was_written` is called
+                try:  # not `suppress`, which takes as long as the read: this is on the way of every completion
                     while len(os.read(self._read_fd, _READ_BYTES)) == _READ_BYTES:
                         pass
+                except BlockingIOError:  # a byte of `write_fd` may be taken before `was_written` is called
+                    pass
                 self._is_set = False
 
     def wait(self, timeout_s: float) -> None:

@@ -180,6 +180,7 @@ class Helper:
     def __init__(self) -> None:
         self.wakeup_fd, self.wire_bytes, self.moving, self.waited, self.problem = -1, 5, False, 0, ""
         self.ends_when_looked_at = False
+        self.near = self.ends_while_lingering = False
         self.confirmed = 0
 
     def begin(self, link: str, batch: Batch, wakeup_fd: int) -> int:
@@ -196,6 +197,19 @@ class Helper:
         if self.ends_when_looked_at and was_moving:
             self.end()
         return not was_moving
+
+    def come_near(self) -> None:
+        self.near = True
+        os.write(self.wakeup_fd, b"\0")
+
+    def is_near(self) -> bool:
+        return self.near
+
+    def linger(self) -> bool:
+        assert self.near
+        was_moving, self.near = self.moving, False
+        self.moving = was_moving and not self.ends_while_lingering
+        return was_moving and not self.moving
 
     def wait_end(self) -> None:
         self.waited += 1
@@ -236,6 +250,39 @@ def test_a_begun_batch_completes_when_its_last_byte_is_there(begun: Ledger[str],
         assert completion.error == (f"PeerLost: {problem}" if problem else "")
         assert not is_set(begun.done)
         assert begun.take_completions() == []
+
+
+def test_an_early_byte_is_waited_for_and_leaves_no_byte_behind(begun: Ledger[str], helper: Helper) -> None:
+    ticket = begun.begin_now(BATCH)
+    helper.ends_while_lingering = True
+    helper.come_near()
+    assert is_set(begun.done)
+    assert [each.ticket for each in begun.take_completions()] == [ticket]
+    assert not is_set(begun.done)
+
+
+def test_an_end_that_came_before_its_early_byte_was_taken_is_not_forgotten(begun: Ledger[str], helper: Helper) -> None:
+    ticket = begun.begin_now(BATCH)
+    helper.come_near()
+    helper.end()
+    assert [each.ticket for each in begun.take_completions()] == [ticket]
+    assert not is_set(begun.done)
+
+
+@pytest.mark.parametrize("ends_when_looked_at", [False, True])
+def test_a_byte_that_came_too_early_is_taken_and_the_end_has_its_own(
+    begun: Ledger[str], helper: Helper, ends_when_looked_at: bool
+) -> None:
+    ticket = begun.begin_now(BATCH)
+    helper.come_near()
+    helper.ends_when_looked_at = ends_when_looked_at
+    assert begun.take_completions() == []
+    if not ends_when_looked_at:
+        assert not is_set(begun.done), "a caller would look again and again"
+        helper.end()
+    assert is_set(begun.done)
+    assert [each.ticket for each in begun.take_completions()] == [ticket]
+    assert not is_set(begun.done)
 
 
 def test_many_begun_batches_between_two_looks_leave_no_byte_behind(helper: Helper) -> None:

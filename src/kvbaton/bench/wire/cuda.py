@@ -38,7 +38,7 @@ from kvbaton.transport.cuda.region import Mapping, open_parts, read_parts
 from kvbaton.transport.cuda.strip_launch import strip_launches
 from kvbaton.transport.source_process import SourceProcess
 
-__all__ = ["PLANES", "TOKEN_BYTES", "main", "measure_cuda", "patterns"]
+__all__ = ["PLANES", "TOKEN_BYTES", "Pattern", "expected_target", "main", "measure_cuda", "patterns"]
 
 Progress = Callable[[str], None]
 
@@ -124,7 +124,7 @@ def _fill_source(torch: Any, source: Any) -> None:
         chunk.copy_(_words(torch, torch.arange(start, start + len(chunk), device=source.device)))
 
 
-def _expected_target(torch: Any, pattern: Pattern, device: Any) -> Any:
+def expected_target(torch: Any, pattern: Pattern, device: Any) -> Any:
     """What the target must hold after the batch, poison between the runs included; made without the code that is measured."""
     words = pattern.run_bytes // _WORD
     expected = torch.full((pattern.target_bytes,), POISON, dtype=torch.uint8, device=device)
@@ -269,7 +269,7 @@ def measure_cuda(tokens: int, rounds: int, progress: Progress) -> tuple[BenchRep
 
 
 def _measure(torch: Any, stand: _CudaStand, pattern: Pattern, rounds: int, report: BenchReport) -> None:
-    expected = _expected_target(torch, pattern, stand.target.device)
+    expected = expected_target(torch, pattern, stand.target.device)
     taken = [stand.measure(pattern, expected) for _ in range(_WARM_UP + rounds)][_WARM_UP:]
     stand.copy_all_but_one(pattern)
     if stand.is_right(pattern, expected):

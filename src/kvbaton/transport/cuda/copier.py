@@ -53,7 +53,7 @@ class Copier(Protocol):
     def start(self, launches: Sequence[AnyLaunch], source: int, target: int, wakeup_fd: int = -1) -> None:
         """Queue the copies; `source` and `target` are the floors that the tables start from. Raises TransportError.
 
-        The descriptor, if there is one, gets a byte when they are done.
+        The descriptor, if there is one, gets a byte when they are done; it may get another one shortly before.
         """
 
     def start_plan(self, plan: StripTable, source: Placement, target: Placement, wakeup_fd: int, most_bytes: int) -> int:
@@ -62,8 +62,22 @@ class Copier(Protocol):
         0, and nothing was queued, where it has more than `most_bytes`, or `start` has to do it.
         """
 
+    def check_and_start(
+        self, plan: Plan, sizes: tuple[int, int], source: Placement, target: Placement, wakeup_fd: int, most_bytes: int
+    ) -> int:
+        """As `start_plan`, a plan that was not checked; `sizes` are the bytes of the source region and of the target region.
+
+        0, too, where it is not seen to be right: it may be, and if not, the caller finds out why. Raises TransportError.
+        """
+
     def has_ended(self) -> bool:
         """Whether what was started with a descriptor is done, and its byte written. Raises TransportError."""
+
+    def is_near(self) -> bool:
+        """Whether the descriptor got a byte because the end of what was started is near."""
+
+    def linger(self) -> bool:
+        """Then wait for the end, at most 0.1 ms; whether it came meanwhile. If so, it has no byte of its own."""
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until all that was started is done, at most `timeout_s`; returns whether it is. Raises TransportError."""
@@ -152,11 +166,23 @@ class GpuCopier:
     def start_plan(self, plan: StripTable, source: Placement, target: Placement, wakeup_fd: int, most_bytes: int) -> int:
         return self._quick.start(plan, source, target, wakeup_fd, most_bytes) if self._quick is not None else 0
 
+    def check_and_start(
+        self, plan: Plan, sizes: tuple[int, int], source: Placement, target: Placement, wakeup_fd: int, most_bytes: int
+    ) -> int:
+        quick = self._quick
+        return quick.check_and_start(plan, sizes, source, target, wakeup_fd, most_bytes) if quick is not None else 0
+
     def has_ended(self) -> bool:
         if self._flag is None or self._flag.was_seen():
             return True
         self._is_idle()  # raises when the GPU has failed, and then nothing writes the number
         return False
+
+    def is_near(self) -> bool:
+        return self._flag is not None and self._flag.is_near()
+
+    def linger(self) -> bool:
+        return self._flag is not None and self._flag.linger()
 
     def wait(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s

@@ -57,8 +57,9 @@ class Placement:
         self._shifts = np.array(shifts, np.int64).astype(np.uint64)
         numbers = [(segment.offset, segment.end, segment.address) for segment in self._segments]
         self._words = (ctypes.c_uint64 * (3 * len(numbers)))(*(number for row in numbers for number in row))
-        self.words = ctypes.addressof(self._words), len(numbers), self.floor
-        """`struct placement` of gpu_strips.c."""
+        self._placement = (ctypes.c_uint64 * 3)(ctypes.addressof(self._words), len(numbers), self.floor)
+        self.address = ctypes.addressof(self._placement)
+        """Where `struct placement` of gpu_strips.c is, for as long as this object lives."""
         self.shift = shifts[0]
         """From an offset in the first segment to its distance from `floor`."""
         self.is_one = len(self._segments) == 1 and not self._segments[0].offset

@@ -11,9 +11,11 @@ nothing: a target reads what its source has announced, and the source announces 
 
 A batch of few numbers is *begun* by `post` while nothing else moves: checked, launched, and left to the GPU. It writes a number
 at the end, for which a thread in C waits, and that wakes the caller. No thread waits for the GPU then, nor for the interpreter.
+Where it is known how long copies take, the caller is woken a moment before the end, which `poll` then waits for (wait_flag.c).
 
 A peer that dies: the driver keeps memory alive while a process maps it, so a kernel that reads it does no harm; the peer's
-process is looked up before every launch and after the last byte, and a batch of a process that is gone is an error.
+process is looked up after the last byte, and by the mover before every launch too, and a batch of a process that is gone is an
+error.
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvbaton.core.strips import Plan, count_bytes, unroll
-from kvbaton.errors import ConfigError, PeerError, TransportError
+from kvbaton.errors import ConfigError, PeerError, RangeError, TransportError
 from kvbaton.transport.base import AfterEvent, Batch, Direction, Endpoint, PeerRank, Region, Runs, Ticket, TransportSettings
 from kvbaton.transport.checks import check_batch
 from kvbaton.transport.cuda.copier import AnyLaunch, Copier, GpuCopier
 from kvbaton.transport.cuda.driver import CudaDriver, MemoryDriver
 from kvbaton.transport.cuda.launch import Placement, launches_for
-from kvbaton.transport.cuda.quick_start import Kernels
+from kvbaton.transport.cuda.quick_start import MOST_ROWS, Kernels
 from kvbaton.transport.cuda.region import DeviceRegion, Mapping, open_parts, read_parts, share_region, write_parts
 from kvbaton.transport.cuda.strip_launch import strip_launches
 from kvbaton.transport.neighbour import Neighbour, NeighbourWatch
@@ -45,9 +47,6 @@ log = logging.getLogger(__name__)
 
 MAX_LAUNCH_RUNS = 4 << 20
 """Most runs in one launch: bounds the table."""
-
-_BEGUN_ROWS = 4096
-"""Batches of at most so many runs, or slots and places, are begun by `post`, which has the interpreter's lock."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,20 +135,18 @@ class _GpuStarter:
 
     def begin(self, link: _PeerMemory, batch: Batch, wakeup_fd: int) -> int:
         """Leave a batch to the GPU. What would take longer than a moment, to unroll or to compile, is left to the mover."""
-        if not self._copier.can_wake or _rows(batch) > _BEGUN_ROWS:
+        copier, runs, self._failure = self._copier, batch.runs, ""
+        if not copier.can_wake:
             return 0
-        runs = check_batch(batch, self._region_bytes, link.region_bytes, self._loops)
         try:
-            link.watch.check()
-        except PeerError:
-            return 0  # the mover reports it
-        self._failure = ""
-        try:
-            return (
-                self._begin_plan(link, runs, wakeup_fd)
-                if isinstance(runs, StripTable)
-                else self._begin_runs(link, runs, wakeup_fd)
-            )
+            begun = 0
+            if isinstance(runs, Plan):
+                # Whether the peer lives is asked at the end alone: its memory stays, and this is on the way of every batch.
+                sizes, places = (link.region_bytes, self._region_bytes), (link.mapping.placement, self._reach.target)
+                begun = copier.check_and_start(runs, sizes, *places, wakeup_fd, self._most_bytes)
+            return begun or self._begin_checked(link, batch, wakeup_fd)
+        except RangeError:
+            raise
         except BaseException:
             self.wait_end()
             raise
@@ -160,6 +157,12 @@ class _GpuStarter:
         except TransportError as error:
             self._failure = str(error)
             return True
+
+    def is_near(self) -> bool:
+        return self._copier.is_near()
+
+    def linger(self) -> bool:
+        return self._copier.linger()
 
     def wait_end(self) -> None:
         try:
@@ -176,8 +179,18 @@ class _GpuStarter:
         """Give back what copies needed."""
         self._copier.close()
 
-    def _begin_plan(self, link: _PeerMemory, plan: StripTable, wakeup_fd: int) -> int:
-        return self._copier.start_plan(plan, link.mapping.placement, self._reach.target, wakeup_fd, self._most_bytes)
+    def _begin_checked(self, link: _PeerMemory, batch: Batch, wakeup_fd: int) -> int:
+        """Check a batch and begin it step by step."""
+        if _rows(batch) > MOST_ROWS:
+            return 0
+        runs = check_batch(batch, self._region_bytes, link.region_bytes, self._loops)
+        try:
+            link.watch.check()
+        except PeerError:
+            return 0  # the mover reports it
+        if not isinstance(runs, StripTable):
+            return self._begin_runs(link, runs, wakeup_fd)
+        return self._copier.start_plan(runs, link.mapping.placement, self._reach.target, wakeup_fd, self._most_bytes)
 
     def _begin_runs(self, link: _PeerMemory, runs: Runs, wakeup_fd: int) -> int:
         source, target, wire_bytes = link.mapping.placement, self._reach.target, count_bytes(runs)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import select
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +22,7 @@ from kvbaton.core.strips import NO_SLOT, Plan, Strip, TokenPattern, unroll
 from kvbaton.errors import TransportError
 from kvbaton.transport.checks import check_plan
 from kvbaton.transport.cuda.launch import TILES, Placement, Segment
-from kvbaton.transport.cuda.quick_start import EndFlag, Kernels, QuickStart
+from kvbaton.transport.cuda.quick_start import MOST_ROWS, EndFlag, Kernels, QuickStart
 from kvbaton.transport.cuda.strip_launch import StripLaunch, strip_launches
 from kvbaton.transport.runs import load_loops
 
@@ -102,6 +104,9 @@ class Rig:
         assert begun in (0, plan.wire_bytes)
         return begun > 0
 
+    def check_and_start(self, plan: Plan, source: Placement, target: Placement, size: int = SIZE) -> int:
+        return self.quick.check_and_start(plan, (size, size), source, target, self.wakeup[1], SIZE)
+
     def woken(self) -> bool:
         return bool(select.select([self.wakeup[0]], [], [], PATIENCE_S)[0]) and os.read(self.wakeup[0], 8) == b"\0"
 
@@ -165,6 +170,123 @@ def test_it_queues_what_python_would(rig: Rig, strip: Strip) -> None:
     assert (found.constants, found.numbers) == (expected.constants, expected.numbers)
     assert np.array_equal(found.slots, expected.slots)
     assert np.array_equal(found.places, expected.places)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(strips())
+def test_a_plan_that_was_not_checked_is_queued_the_same_way_or_left_to_python(rig: Rig, strip: Strip) -> None:
+    if int(unroll(Plan((strip,)))[:, :2].max()) + 4096 > SIZE:
+        return
+    in_order = Strip(strip.slots, strip.places[np.argsort(strip.places[:, 1])], strip.pattern)
+    memory = aligned(SIZE)
+    place = whole(memory)
+    for plan in (Plan((strip,)), Plan((in_order,))):
+        rig.driver.launched = []
+        passes = load_loops().passes(check_plan(plan, SIZE, SIZE), SIZE, SIZE)  # type: ignore[union-attr]
+        is_started = rig.start(plan, place, place)
+        assert not is_started or rig.woken()
+        wanted, tables = rig.driver.launched, rig.driver.tables
+        rig.driver.launched, rig.driver.tables = [], []
+        assert rig.check_and_start(plan, place, place) == (plan.wire_bytes if is_started and passes else 0)
+        assert rig.driver.launched == (wanted if passes else [])
+        if is_started and passes:
+            assert rig.woken()
+            assert rig.driver.tables == tables[-1:]
+        assert rig.flag.was_seen()
+
+
+def _wrong() -> dict[str, Plan]:
+    """Plans that C does not take: wrong ones, and some that it does not see to be right."""
+    page, token = rows((0, 0, 4096)), TokenPattern(rows((0, 0, 64)), 64, 64)
+    far = SIZE - 4096 + 16
+    return {
+        "none": Plan(()),
+        "beyond the source": Plan((Strip(NO_SLOT, rows((far, 0, 4096))),)),
+        "beyond the target": Plan((Strip(rows((0, far, 0)), page),)),
+        "below zero": Plan((Strip(rows((-16, 0, 0)), page),)),
+        "overlapping": Plan((Strip(rows((0, 0, 0), (0, 16, 0)), page),)),
+        "places that overlap": Plan((Strip(NO_SLOT, rows((0, 0, 64), (64, 32, 64))),)),
+        "empty": Plan((Strip(NO_SLOT, rows((0, 0, 0))),)),
+        "no items": Plan((Strip(NO_SLOT, rows((0, 0, 64)), TokenPattern(rows(), 64, 64)),)),
+        "no slots": Plan((Strip(rows(), page),)),
+        "no places": Plan((Strip(NO_SLOT, rows()),)),
+        "a step below zero": Plan((Strip(NO_SLOT, rows((0, 0, 2)), TokenPattern(rows((0, 0, 64)), -64, 64)),)),
+        "a step too far": Plan((Strip(NO_SLOT, rows((0, 0, 2)), TokenPattern(rows((0, 0, 64)), 1 << 70, 64)),)),
+        "a step out of the region": Plan((Strip(NO_SLOT, rows((0, 0, 2)), TokenPattern(rows((0, 0, 64)), 1 << 63, 64)),)),
+        "other numbers": Plan((Strip(NO_SLOT, page.astype(np.int32)),)),
+        "bytes in another order": Plan((Strip(NO_SLOT, page.astype(">i8")),)),
+        "two columns": Plan((Strip(NO_SLOT, page[:, :2].copy()),)),
+        "one dimension": Plan((Strip(NO_SLOT, page[0]),)),
+        "columns apart": Plan((Strip(NO_SLOT, np.asfortranarray(np.concatenate([page, page + rows((4096, 4096, 0))]))),)),
+        "too many strips": Plan(tuple(Strip(rows((n * 4096, n * 4096, 0)), page) for n in range(9))),
+        "too many rows": Plan((Strip(NO_SLOT, rows(*((n * 16, n * 16, 16) for n in range(MOST_ROWS)))),)),
+        "tokens for bytes": Plan((Strip(NO_SLOT, rows((0, 0, 1 << 20)), token),)),
+    }
+
+
+@pytest.mark.parametrize("name", _wrong())
+def test_what_is_not_seen_to_be_right_is_not_queued(rig: Rig, name: str) -> None:
+    place = whole(aligned(SIZE))
+    assert rig.check_and_start(_wrong()[name], place, place) == 0
+    assert (rig.driver.launched, rig.driver.tables) == ([], [])
+    assert rig.flag.was_seen()
+    assert rig.check_and_start(Plan((Strip(NO_SLOT, rows((0, 0, 4096))),)), place, place) == 4096
+    assert rig.woken()
+
+
+def test_each_region_has_its_own_size(rig: Rig) -> None:
+    place, plan = whole(aligned(SIZE)), Plan((Strip(NO_SLOT, rows((4096, 0, 4096))),))
+    for sizes, begun in (((8192, 4096), 4096), ((8191, 8192), 0), ((8192, 4095), 0)):
+        assert rig.quick.check_and_start(plan, sizes, place, place, rig.wakeup[1], SIZE) == begun
+
+
+@pytest.mark.parametrize("lingers", [False, True])
+def test_a_copy_that_takes_as_long_as_those_before_has_a_byte_before_its_end(rig: Rig, lingers: bool) -> None:
+    loops, number = rig.flag.loops, ctypes.c_int32.from_address(rig.flag.address)
+    wanted = 0
+
+    def begin(wire_bytes: int) -> None:
+        nonlocal wanted
+        wanted += 1
+        loops.wait_for_flag(rig.flag.waiter, rig.flag.address, wanted, rig.wakeup[1], wire_bytes)
+
+    def end() -> None:
+        number.value = wanted
+        assert rig.woken()
+        assert loops.seen_flag(rig.flag.waiter) == wanted
+
+    def linger_until_end() -> bool:
+        with ThreadPoolExecutor(1) as other:
+            lingering = other.submit(loops.linger, rig.flag.waiter, int(PATIENCE_S * 1e9))
+            while loops.is_near(rig.flag.waiter) and not lingering.done():
+                pass
+            number.value = wanted
+            return bool(lingering.result(PATIENCE_S))
+
+    for _ in range(50):  # the length of a wait is a matter of the machine: one of these comes near half a millisecond
+        began = time.monotonic()
+        begin(1 << 20)
+        assert not select.select([rig.wakeup[0]], [], [], 0.02)[0], "nothing was known, or it would take too long"
+        assert not loops.is_near(rig.flag.waiter)
+        end()
+        begin(int((1 << 20) * 0.0005 / (time.monotonic() - began)))
+        is_early = bool(select.select([rig.wakeup[0]], [], [], 0.1)[0])
+        if is_early:
+            assert loops.seen_flag(rig.flag.waiter) == wanted - 1
+            assert os.read(rig.wakeup[0], 8) == b"\0"
+            assert loops.is_near(rig.flag.waiter)
+            if not lingers:
+                assert not rig.flag.linger(), "the end did not come"
+                assert not loops.is_near(rig.flag.waiter), "one wait for each early byte"
+            else:
+                assert linger_until_end()
+                assert loops.seen_flag(rig.flag.waiter) == wanted
+                assert not select.select([rig.wakeup[0]], [], [], 0)[0], "the end has no byte of its own"
+                return
+        end()
+        if is_early:
+            return
+    pytest.fail("no byte came before the end")
 
 
 def test_several_strips_are_one_table_and_one_number(rig: Rig) -> None:
