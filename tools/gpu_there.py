@@ -137,6 +137,7 @@ STEPS: dict[str, Step] = {
         f"{HERE}/gpu_first_token.py {{models}}/m8b --engine-arguments={shlex.quote(FULL_GRAPHS)}", 300, script=True
     ),
     "wire": Step("bench wire --transport cuda --rounds 20 --json", 200),
+    "stages": Step(f"{HERE}/gpu_stages.py {{out}}/stages-rounds.json", 120, script=True),
     "device": Step(f"-m pytest -p no:cacheprovider -q {HERE.parent}/tests/contract/test_device_contract.py", 120, script=True),
     "contract": Step(
         f"-m pytest -p no:cacheprovider -q {HERE.parent}/tests/contract -k 'cuda or GPU'", 520, script=True, alone=False
