@@ -29,10 +29,6 @@ class _InstantRanks:
     def executor(self) -> Executor:
         return Executor.TARGET_READS
 
-    @property
-    def holds_aux(self) -> bool:
-        return False
-
     def send_all(self, order: RankOrder) -> None:
         self.send(0, order)
 

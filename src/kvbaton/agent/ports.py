@@ -118,10 +118,6 @@ class Ranks(Protocol):
     def executor(self) -> Executor:
         """Which side executes the copies into this instance's memory, by the promise of its transport."""
 
-    @property
-    def holds_aux(self) -> bool:
-        """Whether rank 0 can write aux records into its registered memory, for a peer to read."""
-
     def send(self, rank: int, order: RankOrder) -> None:
         """Have one rank carry out an order."""
 

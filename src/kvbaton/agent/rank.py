@@ -250,7 +250,7 @@ class Summer:
 
     def _block_job(self, order: rank_orders.SumSpans, legs: Mapping[int, PiecePlanner]) -> _BlockJob | None:
         """The job in short form, where the cache of its only leg has one."""
-        if len(legs) != 1 or self._memory is None:
+        if len(legs) != 1:
             return None
         (planner,) = legs.values()
         blocks = planner.block_sums(order.blocks, order.copy.key, order.spans, order.cached_tokens, order.integrity)
@@ -494,11 +494,6 @@ class RankAgent:
         may_write = transport.late_writes is LateWrites.REVOCABLE or self._unfenced_writes
         writes = may_write and Direction.WRITE in transport.directions
         return Executor.SOURCE_WRITES if writes else Executor.TARGET_READS
-
-    @property
-    def holds_aux(self) -> bool:
-        """Whether aux records can be written into this rank's memory, and read out of it."""
-        return self._memory is not None
 
     def handle(self, order: rank_orders.RankOrder) -> None:
         """Carry out one order; what follows is reported. `Connect` raises TransportError or Incompatible."""

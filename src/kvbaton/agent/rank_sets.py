@@ -98,7 +98,7 @@ class LocalRanks:
             unfenced_writes=unfenced_writes,
             controls=controls,
         )
-        self.transport_name, self.executor, self.holds_aux = transport.name, self.agent.executor, self.agent.holds_aux
+        self.transport_name, self.executor = transport.name, self.agent.executor
 
     @property
     def runs_total(self) -> int:
@@ -137,7 +137,6 @@ class RemoteRanks:
     """
 
     has_work = False  # the ranks work by themselves
-    holds_aux = False  # aux records of such an instance travel in messages
 
     def __init__(
         self, channels: Sequence[Channel], transport_name: str, executor: Executor, lost: Callable[[str], None]

@@ -264,10 +264,9 @@ class SourceSide:
             return
         if record.state is SourceState.PARKED and row.state is not SourceState.PARKED:
             self._parked -= 1
-        if row.state is not record.state:
-            # Before the effects: RETURN_BLOCKS reads the outcome from the state.
-            record.state = row.state
-            self.renew_cap(record)
+        # Before the effects: RETURN_BLOCKS reads the outcome from the state.
+        record.state = row.state
+        self.renew_cap(record)
         for effect in row.effects:
             self.effects[effect](record)
         self._watch(record)
@@ -490,7 +489,6 @@ class SourceSide:
             return
         record.blocks = blocks
         record.spans.extend(spans)
-        self.renew_cap(record)
         self.step(record, SourceEvent.SPAN_READY)
 
     def offer(self, offer: Offer, whole: Callable[[], Span]) -> None:
@@ -676,7 +674,6 @@ class SourceSide:
             record = self.live.get(key)
             if record is not None and record.target in (None, sender) and self._is_about(record, grant):
                 record.target = sender
-                self.renew_cap(record)
                 self.extend_lease(record, heartbeat.step_age_s)
                 self.step(record, SourceEvent.PEER_ALIVE)
             elif record is not None and record.grant is None:
@@ -926,8 +923,7 @@ class SourceSide:
             return None
         if record.aux_pointer is None:
             data = pack_aux(record.key, record.grant_number, record.generation, aux)
-            refusal = self.aux_slots.refusal(len(data)) or ("" if self._ranks.holds_aux else "not written")
-            if refusal:
+            if refusal := self.aux_slots.refusal(len(data)):
                 self.aux_fallbacks_total[refusal] += 1
                 return None
             record.aux_pointer = point_at(self.aux_slots.take(), data)

@@ -52,6 +52,8 @@ class SimPrompt:
     outputs: int = 1
     is_streamed: bool = True
     """Whether its spans are reported as they are computed; if not, the whole cache is offered when it is complete."""
+    offer_after_s: float = 0.0
+    """How long after its last span the cache is offered: the first token takes a while, too."""
 
     @property
     def digest(self) -> str:
@@ -86,6 +88,8 @@ class SimEngine:
     """Until when it takes its steps, and starts and computes nothing in them."""
     refuse_next: int = 0
     refuses_whole: bool = False
+    wake_agents: Callable[[], None] = field(default=lambda: None)
+    """Has what was called for done now, and not with the next turn of the instance, whatever that is for."""
 
     @property
     def is_silent(self) -> bool:
@@ -331,10 +335,17 @@ class SourceEngine(_Twin):
         request.layer += 1
         if request.layer == self.layers:
             request.layer, request.computed = 0, end
-        if request.computed == prompt.tokens:
+        if request.computed == prompt.tokens and prompt.offer_after_s:
+            self.world.after(prompt.offer_after_s, self.process, lambda: self._finish_later(request, attempt))
+        elif request.computed == prompt.tokens:
             self._finish(request)
         elif prompt.key in self.requests:
             self.world.after(self.step_s, self.process, lambda: self._compute(request, attempt))
+
+    def _finish_later(self, request: Prefill, attempt: int) -> None:
+        if request.is_running and request.attempt == attempt:
+            self._finish(request)
+            self.wake_agents()
 
     def _finish(self, request: Prefill) -> None:
         prompt = request.prompt

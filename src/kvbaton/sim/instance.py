@@ -70,8 +70,9 @@ from kvbaton.sim.embedded_engine import EMBEDDED, EmbeddedClasses, EmbeddedEngin
 from kvbaton.sim.engine import SimEngine, SourceEngine, TargetEngine
 from kvbaton.sim.memory import RankMemory, SimBlockPool, make_layout
 from kvbaton.sim.network import Network
-from kvbaton.sim.peer_watch import DialWatch, NoticeWatch, QuestionWatch, WatchedPeers, gone_problems
+from kvbaton.sim.peer_watch import HASTE, DialWatch, NoticeWatch, QuestionWatch, WatchedPeers, beat_problems, gone_problems
 from kvbaton.sim.rank_processes import RankProcess, SimSocket, channel_on, socket_pair
+from kvbaton.sim.rank_watch import RankWatch
 from kvbaton.sim.reactions import Reactions
 from kvbaton.sim.received import Received
 from kvbaton.sim.records import Causes, Waits, alarm_problems, count_problems, sequence_problems
@@ -171,6 +172,8 @@ class Cluster:
     few_cells: int = 0
     """How many cells a rank sums in one turn, and moves in one batch; 0 for as many as in production."""
     without_area: tuple[str, ...] = ()
+    hasty: tuple[str, ...] = ()
+    """Addresses of instances whose cards state that they wait for a silent source for less long."""
     strangers: tuple[str, ...] = ()
     """Addresses of instances without an area for aux records, and of those that serve another model."""
     has_foreigners: bool = False
@@ -259,14 +262,12 @@ class _SimRanks:
     def executor(self) -> Executor:
         return self._instance.agents[0].executor
 
-    @property
-    def holds_aux(self) -> bool:
-        return self._instance.agents[0].holds_aux and not self._instance.loops
-
     def send(self, rank: int, order: RankOrder) -> None:
         self._instance.cluster.watch.on_order(self._instance.process.name, rank, order)
         self._instance.check_needed_order(order)
         self._instance.source_watch.on_order(rank, order)
+        if rank == 0 and (problem := self._instance.source_watch.order_problem(order)):
+            self._instance.cluster.world.find("as set", f"{self._instance.process.name}: {problem}")
         if self._instance.remote is not None:
             self._instance.send_order(rank, order)
         else:
@@ -387,10 +388,15 @@ class SimInstance:
                 transfer_timeout=cluster.limits.transfer_timeout,
                 memory=transport.memory,
                 unfenced_writes=cluster.unfenced_writes,
-                instance=layouts,
+                # One alone need not be given the layouts of the others.
+                instance=layouts if len(layouts) > 1 else (),
             )
             for rank, transport in enumerate(self.transports)
         ]
+        self.rank_watches = [RankWatch() for _ in self.agents]
+        for agent, watch in zip(self.agents, self.rank_watches, strict=True):
+            if isinstance(agent, SimRank):
+                agent.watch_turns(watch, cluster.world)
         for agent in self.agents if cluster.few_cells else ():
             vars(agent)["_summer"].turn_bytes = cluster.few_cells
         if cluster.rank_lag_s:
@@ -429,6 +435,8 @@ class SimInstance:
         self.engine.coordinator = self.coordinator
         self.engine.port = self.coordinator if self.thread is None else self.thread.driver
         self.engine.watch = cluster.watch
+        if self.thread is None:
+            self.engine.wake_agents = lambda: self.guarded(lambda: None)
         self.engine.start()
 
     def _make_card(self, pid: int, layouts: tuple[Layout, ...]) -> Card:
@@ -449,7 +457,7 @@ class SimInstance:
             ),
             process=ProcessId("host", pid, 1),
             defer_timeout=cluster.limits.defer_timeout,
-            transfer_timeout=cluster.limits.transfer_timeout,
+            transfer_timeout=cluster.limits.transfer_timeout * (HASTE if self.address in cluster.hasty else 1.0),
         )
 
     def _look_at_coordinator(self) -> None:
@@ -466,7 +474,6 @@ class SimInstance:
             self.coordinator,
             self.local_now,
             cluster.limits,
-            lambda: self.agents[0].holds_aux and not self.loops,
             is_noted=self.thread is None,
         )
         coordinator = self.coordinator
@@ -607,6 +614,7 @@ class SimInstance:
 
     def _check_sent(self, recipient: str, message: Message) -> None:
         self._sent.append((recipient, message))
+        self._reactions.sent(recipient, message)
         if problem := self.source_watch.sent_problem(recipient, message):
             self.cluster.world.find("as set", f"{self.process.name}: {problem}")
         if isinstance(message, _QUESTIONS):
@@ -764,6 +772,8 @@ class SimInstance:
             peer = envelope.sender.partition("#")[0]
             self.cluster.watch.answered(self.process.name, peer, now, key)
         self._sent.clear()
+        if via is not None and isinstance(message, _INTRODUCTIONS):
+            self.unanswered.discard(via.host)
         self._handle_frame(envelope, via)
         sent = [each for recipient, each in self._sent if recipient == envelope.sender] if self._sent else []
         if (broken := check(sent)) is not None:
@@ -1039,6 +1049,8 @@ class SimInstance:
             self.failing_sums -= 1
             self._unsummed.add(report.copy.key)
             report = structs.replace(report, sums={}, error=_NO_SUM)
+        if problem := self.rank_watches[rank].report_problem(report):
+            self.cluster.world.find("nothing kept", f"{self.process.name} rank {rank}: {problem}")
         if isinstance(report, CopyFailed) and (problem := self.transports[rank].failure_problem(report)):
             self.cluster.world.find("named end", f"{self.process.name} rank {rank}: {problem}")
         if isinstance(report, SpansMoved):
@@ -1114,8 +1126,11 @@ class SimInstance:
         self._check_times(self.local_now())
 
     def _expect_target(self, call: Callable[[HandoffKey, str], None], key: HandoffKey, prompt: str) -> None:
-        self._reactions.admitted(key)
+        live = self.coordinator.source.live
+        was_live = key in live
         call(key, prompt)
+        if problem := self._reactions.admitted(key, prompt, is_declined=not was_live and key not in live):
+            self.cluster.world.find("taken", f"{self.process.name}: {problem}")
 
     def _refuse(self, call: Callable[[HandoffKey, str], None], key: HandoffKey, reason: str) -> None:
         """The engine refuses a request: what its target has granted, or will, ends."""
@@ -1137,6 +1152,8 @@ class SimInstance:
         self._check_times(now)
         for problem in self.source_watch.sum_problems():
             self.cluster.world.find("nothing kept", f"{self.process.name}: {problem}")
+        if problem := self._reactions.unanswered():
+            self.cluster.world.find("taken", f"{self.process.name}: {problem}")
         if self.gone and not self.cluster.most_peers:
             for problem in gone_problems(self.coordinator, self.gone):
                 self.cluster.world.find("taken", f"{self.process.name}: {problem}")
@@ -1145,7 +1162,7 @@ class SimInstance:
                 self._notices.settled(key)
             for problem in self._notices.problems(now, self.gone):
                 self.cluster.world.find("on time", f"{self.process.name}: {problem}")
-        for problem in self._dials.problems(now):
+        for problem in self._dials.problems(now, self.unanswered):
             self.cluster.world.find("on time", f"{self.process.name}: {problem}")
         for problem in self._questions.problems(now):
             self.cluster.world.find("on time", f"{self.process.name}: {problem}")
@@ -1170,6 +1187,8 @@ class SimInstance:
         for due in (source.next_deadline(), target.next_deadline()):
             if due is not None and due < turn - _SMALL_S:
                 self.cluster.world.find("alarm", f"{self.process.name}: its next turn is at {turn}, and an alarm at {due}")
+        for problem in beat_problems(coordinator):
+            self.cluster.world.find("alarm", f"{self.process.name}: {problem}")
         if source.live or target.live:
             own = vars(coordinator)
             gone_at, beat_at = own["_gone_check_at"], own["_beaten_at"] + coordinator.beat_interval_s

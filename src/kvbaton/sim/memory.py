@@ -12,6 +12,7 @@ from kvbaton.core.aux_area import AuxArea
 from kvbaton.core.checks import BlockSums, Pieces
 from kvbaton.core.layout import HeadRange, Layout
 from kvbaton.core.tensors import dense_tensor, split_layers, tensor_group
+from kvbaton.errors import Bug
 from kvbaton.sim.world import World
 
 __all__ = ["FREED", "POISON", "SimBlockPool", "TaggedCell", "RankMemory", "make_layout"]
@@ -57,6 +58,8 @@ class RankMemory:
         self.cells: list[TaggedCell] = [FREED] * (blocks * layers)
         self.aux = bytearray(AUX_SLOTS * AUX_SLOT_BYTES)
         """Bytes, not cells: they lie after the last cell."""
+        self.summed = self.largest = 0
+        """How many cells were summed in this turn, and in how large a piece at most."""
 
     def get(self, block: int, layer: int) -> TaggedCell:
         """What the cell of `layer` in `block` holds."""
@@ -67,13 +70,17 @@ class RankMemory:
         self.cells[layer * self.blocks + block] = cell
 
     def sum_blocks(self, blocks: BlockSums, most_bytes: int) -> None:
-        """Cells are summed piece by piece."""
+        """Cells are summed piece by piece. What is to be summed is looked at all the same."""
+        if not blocks.spans or most_bytes <= 0:
+            raise Bug(f"{blocks} within {most_bytes} bytes: nothing to sum")
 
     def sums(self, pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
         """The checksums over the tags of the cells of each part, in order; the first one continues `value`."""
         sums, first = [], 0
         for end in ends:
             for offset, count in pieces[first:end].tolist():
+                self.summed += count
+                self.largest = max(self.largest, count)
                 for cell in self.cells[offset : offset + count]:
                     value = zlib.crc32(repr(cell).encode(), value)
             sums.append(value)

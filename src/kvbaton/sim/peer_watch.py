@@ -13,7 +13,13 @@ from kvbaton.core.handoff import HandoffKey, Incarnation
 from kvbaton.core.lifecycle import SourceState, TargetState
 from kvbaton.sim.world import World
 
-__all__ = ["DialWatch", "NoticeWatch", "QuestionWatch", "WatchedPeers", "gone_problems"]
+__all__ = ["HASTE", "DialWatch", "NoticeWatch", "QuestionWatch", "WatchedPeers", "beat_problems", "gone_problems"]
+
+HASTE = 0.4
+"""How long, as a share of that of others, an instance in haste waits for a silent source."""
+
+_SIGNS = 3
+"""How many signs of life of its source a target may expect at least before it gives up."""
 
 _STOOD_STILL = 1.5
 """After how many heartbeat intervals without a turn an instance has stood still, or its clock was set ahead."""
@@ -77,6 +83,17 @@ def gone_problems(coordinator: Coordinator, gone: Collection[Incarnation]) -> It
             yield f"{notice.source} is gone, and is to be notified about {key}"
 
 
+def beat_problems(coordinator: Coordinator) -> Iterator[str]:
+    """Targets with a grant that would give up before their source shows a few times that it lives."""
+    cards, interval_s = vars(vars(coordinator)["_peers"])["_cards"], coordinator.beat_interval_s
+    for record in coordinator.source.live.values():
+        if record.grant is None or record.state in (SourceState.PARKED, SourceState.STOPPING):
+            continue
+        card = cards.get(record.target)
+        if card is not None and _SIGNS * interval_s > card.transfer_timeout:
+            yield f"{record.target} waits for {card.transfer_timeout} s, and heartbeats are sent every {interval_s} s"
+
+
 class DialWatch:
     """Of every address that an instance dials: when nothing waits for its answer any more, it is hung up on."""
 
@@ -86,20 +103,22 @@ class DialWatch:
         self._notices = vars(coordinator.target.decline_notices)["_waiting"]
         self._patient_s = 2 * limits.retry
         self._still_s = _STOOD_STILL * limits.beat_s
-        self._idle_since: dict[ControlAddress, float] = {}
+        self._idle_since: dict[str, float] = {}
         self._looked_at = 0.0
 
-    def problems(self, now: float) -> Iterable[str]:
-        """Dials that go on for nothing."""
-        if self._idle_since and (now - self._looked_at > self._still_s or not self._dialled):
+    def problems(self, now: float, unanswered: Collection[str]) -> Iterable[str]:
+        """Dials that go on for nothing: of addresses that count as dialled, or where none has answered since they were."""
+        is_dialling = self._dialled or unanswered
+        if self._idle_since and (now - self._looked_at > self._still_s or not is_dialling):
             self._idle_since.clear()
         self._looked_at = now
-        return self._for_nothing(now) if self._dialled else ()
+        return self._for_nothing(now, unanswered) if is_dialling else ()
 
-    def _for_nothing(self, now: float) -> Iterator[str]:
+    def _for_nothing(self, now: float, unanswered: Collection[str]) -> Iterator[str]:
         waiting = {record.request.source for record in self._target.live.values() if record.source is None}
         waiting |= {each.request.source for each in self._notices.values() if each.source is None}
-        self._idle_since = {each: self._idle_since.get(each, now) for each in self._dialled if each not in waiting}
+        hosts = {each.host for each in self._dialled}.union(unanswered) - {each.host for each in waiting}
+        self._idle_since = {each: self._idle_since.get(each, now) for each in hosts}
         for address, since in self._idle_since.items():
             if now - since > self._patient_s:
                 yield f"{address} is dialled for {now - since:.3f} s, and nothing waits for it"

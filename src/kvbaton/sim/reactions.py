@@ -15,7 +15,17 @@ from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.source import SourceRecord
 from kvbaton.agent.target import TargetRecord
 from kvbaton.core.addresses import ControlAddress
-from kvbaton.core.handoff import AuxChannel, Executor, HandoffKey, Incarnation, Integrity, Mode, Outcome, TransferId
+from kvbaton.core.handoff import (
+    AuxChannel,
+    Executor,
+    HandoffKey,
+    Incarnation,
+    Integrity,
+    Mode,
+    Outcome,
+    TransferId,
+    key_problem,
+)
 from kvbaton.core.lifecycle import SourceState, TargetState
 from kvbaton.core.messages import (
     Announced,
@@ -57,6 +67,11 @@ def _nothing(sent: list[Message]) -> Broken:
 
 def _has(sent: list[Message], kind: type[Message], key: HandoffKey) -> bool:
     return any(isinstance(each, kind) and getattr(each, "key", None) == key for each in sent)
+
+
+def _of_other_grants(sent: list[Message], key: HandoffKey, *grants: int) -> list[Over]:
+    """Ends of a hand-off that are reported for other grants than those that its target may ask about."""
+    return [each for each in sent if isinstance(each, Over) and each.key == key and each.grant not in grants]
 
 
 def _is_refused(sent: list[Message], key: HandoffKey) -> bool:
@@ -110,6 +125,10 @@ class Reactions:
         """What was ever declined here: such a hand-off may be asked for again, and its earlier end is no answer then."""
         self._refused_at: dict[HandoffKey, float] = {}
         """When the engine has refused each request of which no grant has arrived yet."""
+        self._declined_at: dict[tuple[HandoffKey | TransferId, str], float] = {}
+        """When a target last declined each hand-off with its prompt, or each request as a whole."""
+        self._superseding: list[tuple[SourceRecord, Incarnation, Grant]] = []
+        """Grants that wait for the end of an earlier one of their target."""
         self._by_message: set[tuple[Incarnation, HandoffKey, int]] = set()
         """Target, key and grant of the aux records that were asked for in a message, after all or from the start."""
 
@@ -117,6 +136,8 @@ class Reactions:
         """What has to hold when a frame that has just arrived was handled; `via` is the address that was dialled for it."""
         sender, message = envelope.sender, envelope.message
         is_for_us = envelope.recipient in ("", self._coordinator.card.incarnation)
+        if isinstance(message, Stop) and is_for_us:
+            self._note_decline(message)
         if isinstance(message, Hello) and is_for_us:
             return self._cards.on_card(sender, message, via) if message.card.incarnation == sender else _nothing
         if isinstance(message, Refused) and message.key is None and is_for_us:
@@ -183,9 +204,44 @@ class Reactions:
         """The engine has refused a request before it was admitted, and so one grant for it, too."""
         self._refused_at[key] = self._clock()
 
-    def admitted(self, key: HandoffKey) -> None:
-        """The engine has taken a request up."""
+    def admitted(self, key: HandoffKey, prompt: str, *, is_declined: bool) -> str:
+        """The engine has taken a request up, or that has ended at once; what is wrong with that."""
+        if key_problem(key):
+            return ""
         self._refused_at.pop(key, None)
+        if key in vars(self._source)["_refused_here"]:
+            return f"{key} is taken up, and the next grant for it would be refused"
+        notices = ((key, prompt), (key.transfer_id, ""))
+        declined_at = max(self._declined_at.get(each, -math.inf) for each in notices)
+        if is_declined and self._clock() - declined_at > self._limits.defer_timeout + _SMALL_S:
+            return f"{key} ends at once, and no target has declined this prompt of it, or not lately"
+        return ""
+
+    def _note_decline(self, stop: Stop) -> None:
+        """A target declines a prompt, or all of a transfer id."""
+        record = self._source.live.get(stop.key)
+        if not stop.grant and not stop.prompt:
+            self._declined_at[stop.key.transfer_id, ""] = self._clock()
+        elif not stop.grant:
+            self._declined_at[stop.key, stop.prompt] = self._clock()
+        if record is not None and record.state is SourceState.PARKED:
+            self._declined_at[stop.key, record.prompt] = self._clock()
+
+    def sent(self, recipient: str, message: Message) -> None:
+        """Something is sent: it may be the answer that a grant waits for."""
+        if self._superseding and isinstance(message, Refused):
+            self._superseding = [
+                (record, target, grant)
+                for record, target, grant in self._superseding
+                if (target, grant.key, grant.grant) != (recipient, message.key, message.grant)
+            ]
+
+    def unanswered(self) -> str:
+        """A grant that has waited for the end of an earlier one, and got no answer with it."""
+        over = [grant for record, _, grant in self._superseding if self._source.live.get(grant.key) is not record]
+        if over:
+            self._superseding = [each for each in self._superseding if each[2] not in over]
+        return f"an earlier grant has ended, and that is not the answer to {over[0]}" if over else ""
 
     def _declines_of(self, key: HandoffKey) -> tuple[Any, Any]:
         """What is remembered of declines that is about this hand-off."""
@@ -209,8 +265,10 @@ class Reactions:
             return self._on_grant_again(sender, record, grant)
         record = self._source.live.get(grant.key)
         is_over = (sender, grant.key, grant.grant) in self._source.ends()
-        refused = self._refused_at.pop(grant.key, -math.inf)
-        is_refused = record is None and self._clock() - refused < self._limits.defer_timeout - _SMALL_S
+        refused_s = self._clock() - self._refused_at.get(grant.key, -math.inf)
+        is_refused = record is None and refused_s < self._limits.defer_timeout - _SMALL_S
+        may_be_refused = refused_s < self._limits.defer_timeout + _SMALL_S
+        of_before = 0 if record is None else record.grant_number
         is_foreign = record is not None and record.grant is not None and record.target != sender
         unchanged = self._unchanged(grant.key, grant) if is_foreign else _nothing
 
@@ -218,10 +276,20 @@ class Reactions:
             now = self._source.live.get(grant.key)
             is_held = self._owned(sender, grant.key, grant.grant) is not None
             is_kept = now is not None and now.superseded_by == grant
-            if not is_held and not is_kept and not any(getattr(each, "key", None) == grant.key for each in sent):
+            answers = [each for each in sent if getattr(each, "key", None) == grant.key]
+            if not is_held and not is_kept and all(getattr(each, "grant", 0) != grant.grant for each in answers):
                 return TAKEN, f"neither taken up nor answered: {grant}"
             if is_over and not is_held and not is_kept and not _has(sent, Over, grant.key):
                 return TAKEN, f"it has ended here, and that is not the answer to {grant}"
+            if is_kept and now is not None:
+                self._superseding.append((now, sender, grant))
+            is_used = record is None and not is_over and not any(isinstance(each, Refused) and each.stale for each in sent)
+            if is_used:
+                self._refused_at.pop(grant.key, None)
+            if is_used and not may_be_refused and _has(sent, Over, grant.key):
+                return TAKEN, f"its engine has not refused it, and nothing of it has ended here: {grant}"
+            if foreign := _of_other_grants(sent, grant.key, grant.grant, of_before):
+                return LEFT_ALONE, f"{foreign} is no answer to {grant}"
             if now is not None and now is not record and now.state is SourceState.PARKED and grant.mode is Mode.PULL:
                 return TAKEN, f"in pull the prefill comes first, and this one is over: {grant}"
             if is_refused and is_held:
@@ -268,7 +336,13 @@ class Reactions:
         record = self._owned(sender, ask.key, ask.grant)
         if record is None:
             unchanged = self._unchanged(ask.key, ask)
-            return lambda sent: unchanged(sent) if _has(sent, Over, ask.key) else (TAKEN, f"not answered: {ask}")
+
+            def answered(sent: list[Message]) -> Broken:
+                if foreign := _of_other_grants(sent, ask.key, ask.grant):
+                    return LEFT_ALONE, f"{foreign} is no answer to {ask}"
+                return unchanged(sent) if _has(sent, Over, ask.key) else (TAKEN, f"not answered: {ask}")
+
+            return answered
         if record.generation != ask.generation:
             return lambda sent: None if _has(sent, Retracted, ask.key) else (TAKEN, f"not answered: {ask}")
         everything = self._ranks * len(record.spans)
@@ -310,6 +384,10 @@ class Reactions:
         unchanged = _nothing if is_meant or is_open else self._unchanged(stop.key, stop)
         declined = self._declines_of(stop.key)
         is_new = is_meant and record is not None and record.state is not SourceState.STOPPING
+        # Of a grant that is parked the engine's own request is yet to come, unless that is over already.
+        ends = self._source.ends()
+        is_to_come = is_new and record is not None and not record.is_expected
+        is_to_come = is_to_come and (sender, stop.key, 0) not in ends and (None, stop.key, 0) not in ends
         windows = vars(vars(self._source)["_windows"])["_windows"]
         has_window = sender in windows
 
@@ -327,6 +405,10 @@ class Reactions:
             is_ahead = stop.sequence > vars(self._source)["_windows"].used_up_to(sender)
             if not _has(sent, Stopped, stop.key) and not is_ending and not is_ahead:
                 return TAKEN, f"not answered: {stop}"
+            if _has(sent, Stopped, stop.key) and is_ahead and not is_meant:
+                return LEFT_ALONE, f"answered, although the grant of that number could still be taken: {stop}"
+            if is_to_come and not self._is_declined(stop.key):
+                return TAKEN, f"what is yet to come would wait for a target in spite of {stop}"
             return unchanged(sent)
 
         return check
@@ -354,6 +436,9 @@ class Reactions:
         def check(sent: list[Message]) -> Broken:
             if not _has(sent, Stopped, stop.key):
                 return TAKEN, f"not answered: {stop}"
+            kept = self._declines_of(stop.key)[1]
+            if kept is not None and any(key.transfer_id != stop.key.transfer_id for key in kept.except_for):
+                return LEFT_ALONE, f"what is remembered of {stop} is about other requests: {kept}"
             if any(map(self._is_declined, used_up)):
                 return LEFT_ALONE, f"of {used_up} what comes next would end because of {stop}"
             if not all(map(self._is_declined, to_come)):
@@ -378,6 +463,7 @@ class Reactions:
         renewed: list[SourceRecord] = []
         ends = set(self._source.ends())
         going_on = [key for key, _ in beat.live if key in self._source.live]
+        declined = [key for key, _ in beat.live if key not in self._source.live and any(self._declines_of(key))]
         for key, grant in beat.live:
             record = self._source.live.get(key)
             if record is None:
@@ -399,6 +485,11 @@ class Reactions:
             for key, _ in beat.live:
                 if key not in going_on and self._is_declined(key):
                     return TAKEN, f"{key} is waited for, and still counts as declined: {beat}"
+            for key, grant in beat.live:
+                if foreign := _of_other_grants(sent, key, grant):
+                    return LEFT_ALONE, f"{foreign} is no answer to {beat}"
+            if anew := [key for key in declined if _has(sent, Over, key)]:
+                return LEFT_ALONE, f"{anew} were declined and are asked for anew: how earlier ones ended is no answer to {beat}"
             if over_now := [key for key in going_on if _has(sent, Over, key)]:
                 return LEFT_ALONE, f"{over_now} go on, and are reported as over to {sender}"
             for record in renewed:

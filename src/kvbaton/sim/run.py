@@ -20,6 +20,7 @@ from kvbaton.sim.embedded_engine import EmbeddedEngine
 from kvbaton.sim.engine import SimPrompt, SourceEngine, TargetEngine
 from kvbaton.sim.instance import Bugs, Cluster, InstanceShape, SimInstance
 from kvbaton.sim.network import Network
+from kvbaton.sim.peer_watch import HASTE
 from kvbaton.sim.script import CALM, HARMLESS, LINK_FAULTS, Fault, FaultKind, RequestScript, Script
 from kvbaton.sim.tag_model import HEADS, TagCacheShape
 from kvbaton.sim.transport import Fabric
@@ -166,6 +167,8 @@ class Run:
         self.cluster.few_cells = script.few_cells
         fabric.batch_bytes = script.few_cells or BATCH_BYTES
         self.cluster.without_area, self.cluster.strangers = script.without_area, script.strangers
+        self.cluster.hasty = script.hasty
+        self.cluster.watch.beat_s *= HASTE if script.hasty else 1.0
         if script.library_writes and script.unfenced_writes:
             self.world.not_promised |= UNFENCED_RULES
         self.faults: Counter[str] = Counter()
@@ -278,6 +281,7 @@ class Run:
             request.chunk,
             request.outputs,
             request.is_streamed,
+            request.offer_after_s,
         )
         self.prompts[prompt.number] = (None, None)
         self._key_of[prompt.number] = key

@@ -134,6 +134,8 @@ class RequestScript(msgspec.Struct, frozen=True):
     """How many tokens an engine of production computes for it."""
     is_streamed: bool = True
     """Whether a model of an engine reports spans in push as it computes them; if not, it offers the whole cache at the end."""
+    offer_after_s: float = 0.0
+    """How long after its last span such a model offers the cache."""
     is_turned: bool = False
     """Whether the cache goes the other way: from the instance `decode` to the instance `prefill`."""
 
@@ -228,6 +230,8 @@ class Script(msgspec.Struct, frozen=True):
     """How aux records travel in this run."""
     without_area: tuple[str, ...] = ()
     """Addresses of instances that have no area for aux records; none has, where ranks live in processes of their own."""
+    hasty: tuple[str, ...] = ()
+    """Addresses of instances whose cards state that they wait for a silent source for less long than all others."""
     strangers: tuple[str, ...] = ()
     """Addresses of instances that serve another model, with a plus only when they come back: no other instance hands anything
     off to them, or takes it."""

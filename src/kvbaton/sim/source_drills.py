@@ -10,6 +10,7 @@ import msgspec
 
 from kvbaton.core.handoff import AuxChannel, Integrity, Mode
 from kvbaton.sim.drill_stage import Drill, make_request, make_stage
+from kvbaton.sim.engine_script import make_engine_script
 from kvbaton.sim.script import Fault, FaultKind, Script
 from kvbaton.transport.base import LateWrites
 
@@ -41,7 +42,10 @@ def _offered_whole(rng: random.Random) -> Script:
         for number in range(rng.randint(1, 3))
     )
     script = make_stage(rng, writes=rng.random() < 0.5, request=requests[0])
-    return msgspec.structs.replace(script, requests=requests, move_s=0.01, integrity=rng.choice(list(Integrity)))
+    # An operator may allow writes where the transport has none.
+    is_allowed = script.unfenced_writes or script.late_writes is LateWrites.IMPOSSIBLE
+    integrity = rng.choice(list(Integrity))
+    return msgspec.structs.replace(script, requests=requests, move_s=0.01, integrity=integrity, unfenced_writes=is_allowed)
 
 
 def _refused_at_source(rng: random.Random) -> Script:
@@ -247,14 +251,16 @@ def _asked_while_computing(rng: random.Random) -> Script:
 
 
 def _declined_beside(rng: random.Random) -> Script:
-    """A target refuses a request as a whole while its source computes one prompt of it, which that target has granted."""
+    """A target refuses a request as a whole while its source computes one prompt of it, which that target has granted; another
+    one is done, and so are prompts of other requests, or they go on.
+    """
     requests = tuple(
         make_request(
             rng,
             Mode.PUSH,
             tokens=6,
             chunk=1,
-            at_s=0.06 * number,
+            at_s=0.3 + 0.06 * number,
             transfer_id="whole",
             prompt_index=number,
             decode_delay_s=0.001,
@@ -262,8 +268,169 @@ def _declined_beside(rng: random.Random) -> Script:
         for number in range(rng.randint(2, 3))
     )
     script = make_stage(rng, writes=rng.random() < 0.5, request=requests[0])
-    refused = Fault(FaultKind.REFUSE, 0.06 * len(requests) - 0.07, who="d0", number=1, is_whole=True)
-    return msgspec.structs.replace(script, requests=requests, faults=(refused,), step_s=0.03, router_cancels=0.0)
+    refused = Fault(FaultKind.REFUSE, 0.06 * len(requests) + 0.23, who="d0", number=1, is_whole=True)
+    done = make_request(rng, Mode.PUSH, tokens=1, transfer_id="whole", prompt_index=7)
+    others = make_request(rng, Mode.PUSH, tokens=1), make_request(rng, Mode.PUSH, tokens=2, at_s=0.3, decode_delay_s=0.4)
+    return msgspec.structs.replace(
+        script,
+        requests=(*requests, done, *others),
+        faults=(refused,),
+        step_s=0.03,
+        move_s=0.02,
+        router_cancels=0.0,
+    )
+
+
+def _offered_late(rng: random.Random) -> Script:
+    """Nothing goes wrong; a prefill is offered when the first token is there, which takes longer than its last bytes."""
+    requests = tuple(
+        make_request(rng, Mode.PUSH, tokens=rng.randint(2, 4), at_s=0.1 * number, offer_after_s=rng.choice((0.1, 0.2)))
+        for number in range(rng.randint(1, 3))
+    )
+    script = make_stage(rng, writes=True, request=requests[0])
+    return msgspec.structs.replace(
+        script,
+        requests=requests,
+        move_s=rng.choice((0.001, 0.01)),
+        integrity=rng.choice(list(Integrity)),
+        aux_channel=rng.choice(list(AuxChannel)),
+        rank_lag_s=rng.choice((0.0, 0.0, 0.005)),
+    )
+
+
+def _declined_long_ago(rng: random.Random) -> Script:
+    """A target refuses a request of which its source gets its half so late that this counts no more; or another one of the same
+    transfer id comes before, which the target takes.
+    """
+    is_old = rng.random() < 0.5
+    is_whole = is_old and rng.random() < 0.5
+    first = make_request(rng, Mode.PUSH, tokens=4, prefill_delay_s=4.6 if is_old else 2.0)
+    again = make_request(rng, Mode.PUSH, tokens=3, at_s=rng.choice((0.2, 0.5)) if not is_old else 6.0, steal_id=0)
+    script = make_stage(rng, writes=rng.random() < 0.5, request=first)
+    refused = Fault(FaultKind.REFUSE, 0.0, who="d0", number=1, is_whole=is_whole)
+    return msgspec.structs.replace(
+        script, requests=(first, again), faults=(refused,), move_s=0.005, step_s=0.01, router_cancels=0.0
+    )
+
+
+def _refused_and_asked_for(rng: random.Random) -> Script:
+    """A prefill engine refuses a request, and takes another one of the same transfer id before any grant has come."""
+    first = make_request(rng, Mode.PUSH, tokens=3, decode_delay_s=rng.choice((0.3, 0.6)))
+    again = make_request(rng, Mode.PUSH, tokens=4, at_s=0.1, steal_id=0)
+    third = make_request(rng, Mode.PUSH, tokens=4, at_s=1.0, steal_id=0, prefill_delay_s=0.2)
+    script = make_stage(rng, writes=rng.random() < 0.5, request=first)
+    refused = Fault(FaultKind.REFUSE, 0.0, who="p0", number=1)
+    return msgspec.structs.replace(script, requests=(first, again, third), faults=(refused,), move_s=0.01, router_cancels=0.0)
+
+
+def _stopped_far_ahead(rng: random.Random) -> Script:
+    """Targets cancel, and send stops of grants that they have not made: with numbers that they may reach, or never will."""
+    requests = tuple(
+        make_request(rng, rng.choice(list(Mode)), tokens=6, chunk=1, at_s=0.05 * number, decode=number % 2)
+        for number in range(rng.randint(2, 4))
+    )
+    script = make_stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    strays = tuple(Fault(FaultKind.STRAY, 0.0, who=f"d{number}", number=30) for number in range(2))
+    cancelled = tuple(
+        Fault(FaultKind.CANCEL_TARGET, each.at_s + rng.uniform(0.05, 0.2), number=number)
+        for number, each in enumerate(requests)
+    )
+    return msgspec.structs.replace(
+        script, requests=requests, faults=(*strays, *cancelled), decodes=2, step_s=0.04, router_cancels=0.0
+    )
+
+
+def _stopped_by_one_refused(rng: random.Random) -> Script:
+    """A source keeps one card only, and has forgotten a target when that grants again: it is refused while another one is
+    served, and stops what it has granted.
+    """
+    known = make_request(rng, Mode.PUSH, tokens=1, chunk=1)
+    long = make_request(rng, Mode.PUSH, tokens=6, chunk=1, decode=1, at_s=0.4)
+    again = make_request(rng, Mode.PUSH, tokens=2, at_s=0.6)
+    script = make_stage(rng, writes=rng.random() < 0.5, request=known)
+    excuses = tuple(Fault(FaultKind.COPY_FAILS, 3.0, who=name) for name in ("p0", "d0", "d1"))
+    cancelled = Fault(FaultKind.CANCEL_TARGET, rng.uniform(0.65, 0.8), number=2)
+    return msgspec.structs.replace(
+        script,
+        requests=(known, long, again),
+        faults=(*excuses, cancelled),
+        decodes=2,
+        step_s=0.1,
+        move_s=0.01,
+        most_peers=1,
+        router_cancels=0.0,
+    )
+
+
+def _target_dies_meanwhile(rng: random.Random) -> Script:
+    """A target dies, and its source cannot stop: one of its ranks stands still. It goes on to show others that it lives."""
+    request = make_request(rng, Mode.PUSH, tokens=6, chunk=1)
+    other = make_request(rng, Mode.PUSH, tokens=6, chunk=1, decode=1)
+    script = make_stage(rng, writes=True, request=request)
+    at_s = rng.uniform(0.05, 0.2)
+    paused = Fault(FaultKind.PAUSE_RANK, at_s, who="p0", for_s=1.5, number=rng.randint(0, 1))
+    died = Fault(FaultKind.RESTART, at_s + rng.uniform(0.0, 0.05), who="d0")
+    return msgspec.structs.replace(
+        script,
+        requests=(request, other),
+        faults=(paused, died),
+        one_host=True,
+        decodes=2,
+        ranks=2,
+        step_s=0.05,
+        move_s=0.05,
+        rank_lag_s=rng.choice((0.001, 0.02)),
+    )
+
+
+def _hung_up_on(rng: random.Random) -> Script:
+    """A source is not reached for longer than anything waits for it, while its target takes something from another one."""
+    unreached = make_request(rng, rng.choice(list(Mode)), tokens=1)
+    slow = make_request(rng, Mode.PUSH, tokens=6, chunk=1, prefill=1, at_s=rng.uniform(0.05, 0.3))
+    script = make_stage(rng, writes=rng.random() < 0.5, request=unreached)
+    cut = Fault(FaultKind.CUT, 0.0, who="d0", other="p0", for_s=6.0)
+    refused = Fault(FaultKind.REFUSE, 0.0, who="d0", number=1)
+    return msgspec.structs.replace(
+        script,
+        requests=(unreached, slow),
+        faults=(cut, refused)[: rng.randint(1, 2)],
+        prefills=2,
+        layers=2,
+        step_s=0.4,
+        move_s=0.01,
+        router_cancels=0.0,
+    )
+
+
+def _back_as_another_release(rng: random.Random) -> Script:
+    """A source comes back as another release, whose cards do not state which question they answer."""
+    first = make_request(rng, Mode.PUSH, tokens=2)
+    later = tuple(make_request(rng, rng.choice(list(Mode)), tokens=2, at_s=0.5 + 0.1 * number) for number in range(2))
+    script = make_stage(rng, writes=rng.random() < 0.5, request=first)
+    restarted = Fault(FaultKind.RESTART, 0.3, who="p0")
+    others = tuple(Fault(FaultKind.STRAY, at_s, who="p0", other="release") for at_s in (0.0, 0.31, 0.36, 0.45))
+    return msgspec.structs.replace(script, requests=(first, *later), faults=(*others, restarted), one_host=False)
+
+
+def _in_haste(rng: random.Random) -> Script:
+    """Nothing goes wrong; one of two targets of a source just waits for less long than the other one."""
+    requests = tuple(
+        make_request(rng, Mode.PUSH, tokens=6, chunk=1, decode=number % 2, at_s=rng.uniform(0.0, 0.2))
+        for number in range(rng.randint(2, 4))
+    )
+    script = make_stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    hasty = (rng.choice(("d0", "d1")),)
+    return msgspec.structs.replace(script, requests=requests, decodes=2, hasty=hasty, step_s=0.1, move_s=0.01)
+
+
+def _sums_of_blocks(rng: random.Random) -> Script:
+    """Nothing goes wrong; engines of production have their caches summed a cell at a time, whose pieces have more."""
+    script = make_engine_script(rng.randrange(1 << 30))
+    while script.faults:
+        script = make_engine_script(rng.randrange(1 << 30))
+    return msgspec.structs.replace(
+        script, integrity=rng.choice((Integrity.FULL, Integrity.SAMPLED)), few_cells=rng.randint(1, 3)
+    )
 
 
 SOURCES: tuple[Drill, ...] = (
@@ -282,5 +449,16 @@ SOURCES: tuple[Drill, ...] = (
     _preempted_again,
     _asked_while_computing,
     _declined_beside,
+    _offered_late,
+    _offered_late,
+    _declined_long_ago,
+    _refused_and_asked_for,
+    _stopped_far_ahead,
+    _stopped_by_one_refused,
+    _target_dies_meanwhile,
+    _hung_up_on,
+    _back_as_another_release,
+    _in_haste,
+    _sums_of_blocks,
 )
 """Drills about what a source meets rarely."""

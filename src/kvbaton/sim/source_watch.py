@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import EngineEvent, Granted, SourceEnded
-from kvbaton.agent.rank_orders import CopyId, DropSums, RankOrder, SumSpans, sums_by_leg
+from kvbaton.agent.rank_orders import CopyId, DropSums, MoveSpans, OpenCopy, RankOrder, SumSpans, sums_by_leg
 from kvbaton.agent.source import SourceRecord
 from kvbaton.agent.target import TargetRecord
 from kvbaton.config import Limits
@@ -60,7 +60,6 @@ class SourceWatch:
         coordinator: Coordinator,
         clock: Callable[[], float],
         limits: Limits,
-        holds_aux: Callable[[], bool],
         *,
         is_noted: bool,
     ) -> None:
@@ -68,7 +67,6 @@ class SourceWatch:
         self._source = coordinator.source
         self._clock = clock
         self._limits = limits
-        self._holds_aux = holds_aux
         self._has_notes = is_noted
         self._held: dict[int, _Held] = {}
         self._noted: set[tuple[object, ...]] = set()
@@ -84,6 +82,30 @@ class SourceWatch:
             self._summed[order.side, order.copy.key, rank] = order.copy
         elif isinstance(order, DropSums):
             self._summed.pop((order.side, order.key, rank), None)
+
+    def order_problem(self, order: RankOrder) -> str:
+        """What is wrong with an order to move or to sum for a target: it states what that has granted, and what is computed."""
+        if not isinstance(order, OpenCopy | MoveSpans | SumSpans):
+            return ""
+        record = self._source.live.get(order.copy.key)
+        is_other_side = isinstance(order, SumSpans) and order.side is not Side.SOURCE
+        if record is None or record.grant is None or record.copy != order.copy or is_other_side:
+            return ""
+        # One instance may have both sides of a hand-off: as a target, it would be the one that executes.
+        grant, target = record.grant, self._coordinator.target.live.get(record.key)
+        if not record.writes and not isinstance(order, SumSpans):
+            return "" if target is not None else f"its target reads: {order}"
+        if isinstance(order, MoveSpans):
+            return "" if order.source_blocks == record.blocks else f"{record.blocks} are computed: {order}"
+        granted: tuple[object, ...] = (record.target, grant.cached_tokens, grant.tokens or None)
+        stated: tuple[object, ...] = (order.peer, order.cached_tokens, order.total_tokens)
+        if isinstance(order, OpenCopy):
+            granted = (*granted, grant.blocks, grant.epoch, grant.executor)
+            stated = (*stated, order.target_blocks, order.epoch, order.executor)
+        else:
+            granted = (*granted, record.blocks, grant.integrity)
+            stated = (*stated, order.blocks, order.integrity)
+        return "" if stated == granted else f"{granted} is granted: {order}"
 
     def reset_problem(self) -> str:
         """What is wrong with an order to register memory anew: each hand-off has it done once, when nothing else has helped."""
@@ -180,7 +202,7 @@ class SourceWatch:
         record = self._source.live.get(message.key)
         if message.aux is None or record is None or record.grant is None or record.grant_number != message.grant:
             return ""
-        if record.grant.aux_channel is AuxChannel.DATA and self._holds_aux():
+        if record.grant.aux_channel is AuxChannel.DATA:
             size = len(pack_aux(record.key, message.grant, record.generation, message.aux))
             if not self._source.aux_slots.refusal(size):
                 return f"there is a slot for the aux record, and its target would read it there: {message}"

@@ -20,6 +20,7 @@ from kvbaton.agent.target import TargetRecord
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import MAX_TRANSFER_ID, Aux, HandoffKey, Outcome, Span, TransferId
 from kvbaton.core.lifecycle import SourceState
+from kvbaton.core.timeline import Side
 from kvbaton.sim.reactions import source_place, target_place
 
 __all__ = ["StrayCalls"]
@@ -129,8 +130,11 @@ class StrayCalls:
         return self._refused(call, SourceEnded, record.key)
 
     def _late(self, record: SourceRecord) -> str:
-        """A refusal of what was admitted is no refusal any more."""
-        return self._unanswered(lambda: self._coordinator.refuse(record.key, "no room"), "source", "")
+        """A refusal of what was admitted is no refusal any more; and what is cancelled as a target's is none of this side."""
+        problem = self._unanswered(lambda: self._coordinator.refuse(record.key, "no room"), "source", "")
+        if problem or record.key in self._coordinator.target.live:
+            return problem
+        return self._unanswered(lambda: self._coordinator.cancel(record.key, Side.TARGET), "source", "")
 
     def _fetch_again(self, record: TargetRecord) -> str:
         return self._refused(lambda: self._coordinator.expect_source(record.request), TargetEnded, record.key)
@@ -138,6 +142,8 @@ class StrayCalls:
     def _late_target(self, record: TargetRecord) -> str:
         coordinator, request = self._coordinator, record.request
         problem = self._unanswered(lambda: coordinator.decline(request, "no room"), "target", "decline")
+        if not problem and request.key not in coordinator.source.live:
+            problem = self._unanswered(lambda: coordinator.cancel(request.key, Side.SOURCE), "target", "")
         if record.allocation is None or problem:
             return problem
         again = Allocation(request, record.allocation.blocks, record.allocation.tokens, record.allocation.cached_tokens)

@@ -60,6 +60,9 @@ def stray_of(message: Message, rng: random.Random) -> Message | None:
             return structs.replace(message, live=tuple((key, number + _ELSEWHERE) for key, number in message.live))
         case Stop() | Refused() if not message.grant:
             return None
+        case Stop() if message.grant % 2:
+            # Of a grant so far ahead that it cannot be used up: there is nothing to promise.
+            return structs.replace(message, grant=message.grant + _ELSEWHERE, sequence=1 << 40)
         case Announced() | Prefilled() | Retracted() | ConfirmAsk() | Confirmed() | Release() | Stop() | Stopped() | Over():
             return structs.replace(message, grant=message.grant + _ELSEWHERE)
         case Refused():

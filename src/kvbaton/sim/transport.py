@@ -15,6 +15,7 @@ from kvbaton.core.strips import unroll
 from kvbaton.errors import QueueFull
 from kvbaton.sim.memory import RankMemory, TaggedCell
 from kvbaton.sim.network import Network
+from kvbaton.sim.rank_watch import RankWatch
 from kvbaton.sim.world import SimProcess, World
 from kvbaton.transport.base import BATCH_BYTES, AfterEvent, Batch, Completion, Direction, LateWrites, PeerRank, Ticket
 
@@ -201,6 +202,11 @@ class SimTransport:
             detail = f"{self._where}: offered {self._offered[copy]} times since {self.refused_since[copy]:.4f}"
             self._fabric.world.find("no needless message", detail)
 
+    @property
+    def has_completed(self) -> bool:
+        """Whether there is something to poll."""
+        return bool(self._done)
+
     def poll(self) -> list[Completion]:
         done, self._done = self._done, []
         if done:
@@ -353,14 +359,36 @@ class FencingSimTransport(SimTransport):
 class SimRank(RankAgent):
     """A rank agent that names the copy of each batch to its simulated transport, so that writes can be checked."""
 
+    def watch_turns(self, watch: RankWatch, world: World) -> None:
+        """Have its turns looked at."""
+        self._watch, self._world = watch, world
+
     def handle(self, order: RankOrder) -> None:
         """Carry out one order."""
+        self._watch.on_order(order)
         if isinstance(order, StopCopy) and order.copy in self.copies and isinstance(self._transport, SimTransport):
             self._transport.stopped.add(order.copy)
         super().handle(order)
 
     def start(self, copy_id: CopyId, batch: Batch) -> Ticket:
         """Hand one batch of a copy to the transport."""
+        self._watch.offers += 1
         if isinstance(self._transport, SimTransport):
             self._transport.context = copy_id
         return super().start(copy_id, batch)
+
+    def poll(self) -> None:
+        """Take a turn."""
+        transport, memory, watch = self._transport, self._memory, self._watch
+        if not isinstance(transport, SimTransport) or not isinstance(memory, RankMemory) or not self._has_turn(transport):
+            super().poll()
+            return
+        has_completed, waiting = transport.has_completed, len(self._backlog)
+        watch.offers = memory.summed = memory.largest = 0
+        super().poll()
+        offered = watch.offer_problem(has_completed=has_completed, waiting=(waiting, len(self._backlog)))
+        if problem := offered or watch.turn_problem(memory.summed, memory.largest, self._summer.turn_bytes):
+            self._world.find("prompt", f"{transport.address} rank {self.rank}: {problem}")
+
+    def _has_turn(self, transport: SimTransport) -> bool:
+        return self._summer.has_work or (self._backlog.has_parts and transport.has_completed)

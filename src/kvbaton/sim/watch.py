@@ -113,6 +113,8 @@ class Watch:
         self._may_reset = may_reset
         self._declined_within_s = declined_within_s
         self._is_undisturbed = is_prompt
+        self.beat_s = limits.beat_s
+        """How often heartbeats are sent at most."""
         self.is_threaded = False
         """Whether engines and agents are threads: then what an engine calls for is done a little later."""
         self._is_prompt = is_prompt and self._patient_s < limits.retry * 0.9
@@ -179,7 +181,7 @@ class Watch:
     def on_sent(self, name: str, peer: str, local_s: float, message: Message) -> None:
         """An instance sends a message; `local_s` is what its clock shows."""
         if isinstance(message, Heartbeat):
-            self._check_wait((name, peer, message.from_source, message.live[:1]), local_s, self._limits.beat_s, message)
+            self._check_wait((name, peer, message.from_source, message.live[:1]), local_s, self.beat_s, message)
             return
         key = getattr(message, "key", None)
         if key is None:

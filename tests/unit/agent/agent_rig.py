@@ -146,7 +146,6 @@ class ScriptedRanks:
     aux_reads: list[ReadAux] = field(default_factory=list)
     dropped_sums: list[tuple[int, Side, HandoffKey]] = field(default_factory=list)
     count: int = 1
-    holds_aux: bool = True
 
     def send_all(self, order: RankOrder) -> None:
         match order:

@@ -77,8 +77,9 @@ def test_an_address_that_nothing_needs_is_dialled_no_longer() -> None:
     rig.requests.dial(HERE)
     rig.clock.now += SOON_S
     rig.requests.dial(THERE)
-    assert rig.requests.next_deadline() == rig.clock.now - SOON_S + LIMITS.retry
-    rig.clock.now += LIMITS.retry - SOON_S
+    deadline = rig.requests.next_deadline()
+    assert deadline is not None
+    assert deadline <= rig.clock.now + LIMITS.retry
     rig.requests.hang_up({THERE})
     assert rig.post.hung_up == [HERE]
     assert rig.requests.next_deadline() == rig.clock.now + LIMITS.retry

@@ -1,0 +1,46 @@
+"""What one rank is held to by itself: what it was ordered to drop it does not report, what a full queue has refused it offers
+again as soon as something has completed, and no turn of it is longer than it may be.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from kvbaton.agent.rank_orders import CopyId, DropSums, RankOrder, RankReport, SpansSummed, SumSpans
+from kvbaton.core.handoff import HandoffKey
+from kvbaton.core.timeline import Side
+
+__all__ = ["RankWatch"]
+
+
+class RankWatch:
+    """Sees the orders of one rank as it takes them, its reports as it makes them, and what it does in a turn."""
+
+    def __init__(self) -> None:
+        self._to_sum: dict[tuple[Side, HandoffKey], set[CopyId]] = defaultdict(set)
+        """Of which copies each side of a hand-off is summed."""
+        self.offers = 0
+        """How often a batch was offered to the transport in this turn."""
+
+    def on_order(self, order: RankOrder) -> None:
+        """The rank takes an order."""
+        if isinstance(order, SumSpans):
+            self._to_sum[order.side, order.copy.key].add(order.copy)
+        elif isinstance(order, DropSums):
+            self._to_sum.pop((order.side, order.key), None)
+
+    def report_problem(self, report: RankReport) -> str:
+        """What is wrong with a report."""
+        if isinstance(report, SpansSummed) and report.copy not in self._to_sum.get((report.side, report.copy.key), ()):
+            return f"it was not to be summed, or not any longer: {report}"
+        return ""
+
+    def offer_problem(self, *, has_completed: bool, waiting: tuple[int, int]) -> str:
+        """What is wrong with a turn in which as many parts waited for a full queue, before and after it."""
+        if has_completed and min(waiting) > 0 and not self.offers:
+            return f"a batch has completed, and {waiting[1]} parts were not offered again"
+        return ""
+
+    def turn_problem(self, summed: int, largest: int, most: int) -> str:
+        """What is wrong with a turn that summed so many cells, in pieces of at most so many."""
+        return f"{summed} cells were summed in one turn, and {most} may be" if summed > most + largest else ""
