@@ -85,6 +85,8 @@ class CardReactions:
                 missing += [key for key in notified if key in self._notices and key not in keys]
                 if answers != [hello.question] or missing:
                     return TAKEN, f"{sender} asks for our card, gets {answers}, and {missing} are not sent again"
+            elif again := {each.key for each in sent if isinstance(each, Stop) and not each.grant}.intersection(notified):
+                return "no needless message", f"{sender} is notified about {again} again, although it has not asked for that"
             problems = (self._problem(each, sender, hello, via) for each in waiting)
             of_notices = (self._notice_problem(each, sender, hello, via, keys) for each in unsent)
             if wrong := next(filter(None, (*problems, *of_notices)), ""):

@@ -1187,6 +1187,9 @@ class SimInstance:
         for due in (source.next_deadline(), target.next_deadline()):
             if due is not None and due < turn - _SMALL_S:
                 self.cluster.world.find("alarm", f"{self.process.name}: its next turn is at {turn}, and an alarm at {due}")
+        waited_for = vars(target.decline_notices)["_waiting"], vars(target.card_requests)["_dialled"], self.unanswered
+        if deadline is not None and not (source.live or target.live or any(waited_for)):
+            self.cluster.world.find("alarm", f"{self.process.name}: nothing is waited for, and its next turn is at {turn}")
         for problem in beat_problems(coordinator):
             self.cluster.world.find("alarm", f"{self.process.name}: {problem}")
         if source.live or target.live:

@@ -405,10 +405,10 @@ def _hung_up_on(rng: random.Random) -> Script:
 def _back_as_another_release(rng: random.Random) -> Script:
     """A source comes back as another release, whose cards do not state which question they answer."""
     first = make_request(rng, Mode.PUSH, tokens=2)
-    later = tuple(make_request(rng, rng.choice(list(Mode)), tokens=2, at_s=0.5 + 0.1 * number) for number in range(2))
+    later = tuple(make_request(rng, rng.choice(list(Mode)), tokens=2, at_s=0.55 + 0.1 * number) for number in range(2))
     script = make_stage(rng, writes=rng.random() < 0.5, request=first)
     restarted = Fault(FaultKind.RESTART, 0.3, who="p0")
-    others = tuple(Fault(FaultKind.STRAY, at_s, who="p0", other="release") for at_s in (0.0, 0.31, 0.36, 0.45))
+    others = tuple(Fault(FaultKind.STRAY, at_s, who="p0", other="release") for at_s in (0.0, 0.51))
     return msgspec.structs.replace(script, requests=(first, *later), faults=(*others, restarted), one_host=False)
 
 
@@ -430,6 +430,31 @@ def _sums_of_blocks(rng: random.Random) -> Script:
         script = make_engine_script(rng.randrange(1 << 30))
     return msgspec.structs.replace(
         script, integrity=rng.choice((Integrity.FULL, Integrity.SAMPLED)), few_cells=rng.randint(1, 3)
+    )
+
+
+def _wanted_in_the_end(rng: random.Random) -> Script:
+    """A target refuses a prompt, another one of the same transfer id ends at the source, and then the target takes the first:
+    it queues for memory, and how the other one ended is no answer to its heartbeats.
+    """
+    first = make_request(rng, Mode.PUSH, tokens=4)
+    refused = make_request(rng, Mode.PUSH, tokens=3, at_s=0.1, prefill_delay_s=3.0)
+    other = make_request(rng, Mode.PUSH, tokens=2, at_s=0.2, steal_id=1, decode=1, decode_delay_s=1.0)
+    wanted = make_request(rng, Mode.PUSH, tokens=3, at_s=rng.uniform(0.5, 0.8), steal_id=1, prefill_delay_s=2.5)
+    script = make_stage(rng, writes=rng.random() < 0.5, request=first)
+    faults = (
+        Fault(FaultKind.REFUSE, 0.09, who="d0", number=1),
+        Fault(FaultKind.CANCEL_SOURCE, rng.uniform(0.3, 0.45), number=2),
+    )
+    return msgspec.structs.replace(
+        script,
+        requests=(first, refused, other, wanted),
+        faults=faults,
+        decodes=2,
+        decode_blocks=4,
+        decode_s=2.5,
+        move_s=0.005,
+        router_cancels=0.0,
     )
 
 
@@ -460,5 +485,6 @@ SOURCES: tuple[Drill, ...] = (
     _back_as_another_release,
     _in_haste,
     _sums_of_blocks,
+    _wanted_in_the_end,
 )
 """Drills about what a source meets rarely."""
