@@ -45,7 +45,7 @@ NEAR = {
     "late-card": 595,
     "stale-incarnation": 471,
     "own-count": 468,
-    "decline-kept": 1208,
+    "decline-kept": 1240,
     "end-forgotten": 11,
     "sums-go-on": 1,
     "quiet-by-any-refusal": 1128,

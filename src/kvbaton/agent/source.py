@@ -382,7 +382,6 @@ class SourceSide:
         record.spans.clear()
         record.announced = record.moving = 0
         record.moved.clear()
-        record.is_confirmed = False
         self._drop_sums(record)
 
     def send_retracted(self, record: SourceRecord) -> None:

@@ -1135,10 +1135,13 @@ class SimInstance:
     def _refuse(self, call: Callable[[HandoffKey, str], None], key: HandoffKey, reason: str) -> None:
         """The engine refuses a request: what its target has granted, or will, ends."""
         live = self.coordinator.source.live
-        is_parked = key in live and live[key].state is SourceState.PARKED
-        if key not in live:
+        was_live = key in live
+        is_parked = was_live and live[key].state is SourceState.PARKED
+        if not was_live:
             self._reactions.refused(key)
         call(key, reason)
+        if was_live and key in vars(self.coordinator.source)["_refused_here"]:
+            self.cluster.world.find("left alone", f"{self.process.name}: {key} is live, and its next grant would be refused")
         if is_parked and key in live:
             self.cluster.world.find("taken", f"{self.process.name}: {key} is refused, and still {live[key].state}")
 

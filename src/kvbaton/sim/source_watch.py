@@ -165,6 +165,8 @@ class SourceWatch:
             return f"grant {record.grant_number} and generation {record.generation} are in hand: {message}"
         match message:
             case Announced():
+                if not message.spans:
+                    return f"nothing is announced: {message}"
                 if message.blocks != (() if record.writes else record.blocks):
                     return f"the blocks that its target reads from are {() if record.writes else record.blocks}: {message}"
                 noted = [self._is_noted(key, Stage.ANNOUNCED, span) for span in message.spans]
