@@ -762,8 +762,8 @@ class SourceSide:
 
     def _watch(self, record: SourceRecord) -> None:
         """Set the alarm for the end of the lease, or of the time in the queue; mostly an earlier one is set already."""
-        alarm = self._alarm_times.get(record.key, math.inf)
-        if alarm <= record.lease_until and alarm <= record.capped_at:
+        if self._alarm_times.get(record.key, math.inf) <= record.lease_until:
+            # It is not later than the cap either: that was not later when the alarm was set, and is never put forward.
             return
         if self._has_deadline(record) and self.live.get(record.key) is record:
             self._timers.set(record.key, self._deadline(record))

@@ -70,7 +70,16 @@ from kvbaton.sim.embedded_engine import EMBEDDED, EmbeddedClasses, EmbeddedEngin
 from kvbaton.sim.engine import SimEngine, SourceEngine, TargetEngine
 from kvbaton.sim.memory import RankMemory, SimBlockPool, make_layout
 from kvbaton.sim.network import Network
-from kvbaton.sim.peer_watch import HASTE, DialWatch, NoticeWatch, QuestionWatch, WatchedPeers, beat_problems, gone_problems
+from kvbaton.sim.peer_watch import (
+    HASTE,
+    DialWatch,
+    NoticeWatch,
+    QuestionWatch,
+    WatchedPeers,
+    address_problems,
+    beat_problems,
+    gone_problems,
+)
 from kvbaton.sim.rank_processes import RankProcess, SimSocket, channel_on, socket_pair
 from kvbaton.sim.rank_watch import RankWatch
 from kvbaton.sim.reactions import Reactions
@@ -265,9 +274,9 @@ class _SimRanks:
     def send(self, rank: int, order: RankOrder) -> None:
         self._instance.cluster.watch.on_order(self._instance.process.name, rank, order)
         self._instance.check_needed_order(order)
-        self._instance.source_watch.on_order(rank, order)
         if rank == 0 and (problem := self._instance.source_watch.order_problem(order)):
             self._instance.cluster.world.find("as set", f"{self._instance.process.name}: {problem}")
+        self._instance.source_watch.on_order(rank, order)
         if self._instance.remote is not None:
             self._instance.send_order(rank, order)
         else:
@@ -1165,6 +1174,8 @@ class SimInstance:
                 self._notices.settled(key)
             for problem in self._notices.problems(now, self.gone):
                 self.cluster.world.find("on time", f"{self.process.name}: {problem}")
+        for problem in address_problems(self.coordinator):
+            self.cluster.world.find("nothing kept", f"{self.process.name}: {problem}")
         for problem in self._dials.problems(now, self.unanswered):
             self.cluster.world.find("on time", f"{self.process.name}: {problem}")
         for problem in self._questions.problems(now):

@@ -13,7 +13,16 @@ from kvbaton.core.handoff import HandoffKey, Incarnation
 from kvbaton.core.lifecycle import SourceState, TargetState
 from kvbaton.sim.world import World
 
-__all__ = ["HASTE", "DialWatch", "NoticeWatch", "QuestionWatch", "WatchedPeers", "beat_problems", "gone_problems"]
+__all__ = [
+    "HASTE",
+    "DialWatch",
+    "NoticeWatch",
+    "QuestionWatch",
+    "WatchedPeers",
+    "address_problems",
+    "beat_problems",
+    "gone_problems",
+]
 
 HASTE = 0.4
 """How long, as a share of that of others, an instance in haste waits for a silent source."""
@@ -81,6 +90,14 @@ def gone_problems(coordinator: Coordinator, gone: Collection[Incarnation]) -> It
     for key, notice in vars(coordinator.target.decline_notices)["_waiting"].items():
         if notice.source in gone:
             yield f"{notice.source} is gone, and is to be notified about {key}"
+
+
+def address_problems(coordinator: Coordinator) -> Iterator[str]:
+    """Addresses that lead to a peer which is forgotten: its successor there would count as one that replaces it."""
+    peers = vars(vars(coordinator)["_peers"])
+    for address, resident in peers["_at"].items():
+        if resident.incarnation not in peers["_cards"]:
+            yield f"{address} leads to {resident.incarnation}, whose card is not kept"
 
 
 def beat_problems(coordinator: Coordinator) -> Iterator[str]:

@@ -15,6 +15,7 @@ from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.source import SourceRecord
 from kvbaton.agent.target import TargetRecord
 from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.grants import GrantWindows
 from kvbaton.core.handoff import (
     AuxChannel,
     Executor,
@@ -127,6 +128,8 @@ class Reactions:
         """When the engine has refused each request of which no grant has arrived yet."""
         self._declined_at: dict[tuple[HandoffKey | TransferId, str], float] = {}
         """When a target last declined each hand-off with its prompt, or each request as a whole."""
+        self._numbers: set[tuple[Incarnation, int]] = set()
+        """Of every target the numbers in sequence of the grants and stops that have come."""
         self._superseding: list[tuple[SourceRecord, Incarnation, Grant]] = []
         """Grants that wait for the end of an earlier one of their target."""
         self._by_message: set[tuple[Incarnation, HandoffKey, int]] = set()
@@ -243,6 +246,11 @@ class Reactions:
             self._superseding = [each for each in self._superseding if each[2] not in over]
         return f"an earlier grant has ended, and that is not the answer to {over[0]}" if over else ""
 
+    @property
+    def _source_windows(self) -> GrantWindows:
+        windows: GrantWindows = vars(self._source)["_windows"]
+        return windows
+
     def _declines_of(self, key: HandoffKey) -> tuple[Any, Any]:
         """What is remembered of declines that is about this hand-off."""
         declined = vars(vars(self._source)["_declined"])
@@ -259,6 +267,7 @@ class Reactions:
 
     def _on_grant(self, sender: Incarnation, grant: Grant) -> Check:
         """Taken up, or answered. One that is repeated has everything sent again; one of another target disturbs no other."""
+        self._numbers.add((sender, grant.sequence))
         if grant.aux_channel is AuxChannel.CONTROL:
             self._by_message.add((sender, grant.key, grant.grant))
         if (record := self._owned(sender, grant.key, grant.grant)) is not None:
@@ -381,15 +390,20 @@ class Reactions:
         is_meant = is_ours and record is not None and self._is_meant(record, stop)
         # Without a grant in hand: the stop may have overtaken the very grant, or come again after it was used up.
         is_open = is_ours and record is not None and record.grant is None and stop.grant > 0
-        unchanged = _nothing if is_meant or is_open else self._unchanged(stop.key, stop)
+        windows = vars(self._source_windows)["_windows"]
+        has_window = sender in windows
+        used_up_to, reach = self._source_windows.used_up_to(sender), self._source_windows.reach
+        is_seen = (sender, stop.sequence) in self._numbers
+        is_overtaking = is_open and not is_seen and used_up_to < stop.sequence <= used_up_to + reach
+        is_repeated = is_open and is_seen and has_window
+        self._numbers |= {(sender, stop.sequence)} if stop.grant else set()
+        unchanged = _nothing if is_meant or (is_open and not is_repeated) else self._unchanged(stop.key, stop)
         declined = self._declines_of(stop.key)
         is_new = is_meant and record is not None and record.state is not SourceState.STOPPING
         # Of a grant that is parked the engine's own request is yet to come, unless that is over already.
         ends = self._source.ends()
         is_to_come = is_new and record is not None and not record.is_expected
         is_to_come = is_to_come and (sender, stop.key, 0) not in ends and (None, stop.key, 0) not in ends
-        windows = vars(vars(self._source)["_windows"])["_windows"]
-        has_window = sender in windows
 
         def check(sent: list[Message]) -> Broken:
             if is_new and record is not None and record.verdict is not _ended_by(stop):
@@ -402,7 +416,9 @@ class Reactions:
             is_ending = now is not None and now.state is SourceState.STOPPING
             if is_meant and now is record and not is_ending:
                 return TAKEN, f"still live after {stop}"
-            is_ahead = stop.sequence > vars(self._source)["_windows"].used_up_to(sender)
+            if is_overtaking and now is record and not is_ending:
+                return TAKEN, f"its grant is on its way, and void: it waits for that in spite of {stop}"
+            is_ahead = stop.sequence > self._source_windows.used_up_to(sender)
             if not _has(sent, Stopped, stop.key) and not is_ending and not is_ahead:
                 return TAKEN, f"not answered: {stop}"
             if _has(sent, Stopped, stop.key) and is_ahead and not is_meant:
@@ -474,7 +490,9 @@ class Reactions:
                     claimed.append((record, record.target))
                 else:
                     others.append(self._unchanged(key, beat))
-            elif record.state is not SourceState.STOPPING and (record.grant is None or grant in (0, record.grant_number)):
+            elif record.grant is not None and grant not in (0, record.grant_number):
+                others.append(self._unchanged(key, beat))
+            elif record.state is not SourceState.STOPPING:
                 renewed.append(record)
         until = self._clock() - beat.step_age_s + self._limits.defer_timeout
 

@@ -350,6 +350,8 @@ def _stopped_by_one_refused(rng: random.Random) -> Script:
     script = make_stage(rng, writes=rng.random() < 0.5, request=known)
     excuses = tuple(Fault(FaultKind.COPY_FAILS, 3.0, who=name) for name in ("p0", "d0", "d1"))
     cancelled = Fault(FaultKind.CANCEL_TARGET, rng.uniform(0.65, 0.8), number=2)
+    if rng.random() < 0.4:
+        cancelled = Fault(FaultKind.REFUSE, 0.5, who="d0", number=1)
     return msgspec.structs.replace(
         script,
         requests=(known, long, again),
@@ -458,6 +460,24 @@ def _wanted_in_the_end(rng: random.Random) -> Script:
     )
 
 
+def _stop_overtakes(rng: random.Random) -> Script:
+    """The grant of what a target cancels is late, and its stop comes first; then another request has the same transfer id, and
+    the stop comes again.
+    """
+    known = make_request(rng, Mode.PUSH, tokens=1, chunk=1)
+    stopped = make_request(rng, Mode.PUSH, tokens=6, chunk=1, at_s=0.3)
+    again = make_request(rng, Mode.PUSH, tokens=5, chunk=1, at_s=0.6, steal_id=1, decode_delay_s=0.5)
+    script = make_stage(rng, writes=rng.random() < 0.5, request=known)
+    faults = (
+        Fault(FaultKind.SLOW, 0.299, who="d0", other="p0", for_s=rng.choice((0.15, 0.6)), number=1),
+        Fault(FaultKind.CANCEL_TARGET, rng.uniform(0.305, 0.4), number=1),
+        Fault(FaultKind.REPLAY, 0.62, who="d0", other="p0", for_s=0.3, number=40),
+    )
+    return msgspec.structs.replace(
+        script, requests=(known, stopped, again), faults=faults, step_s=0.05, move_s=0.01, router_cancels=0.0
+    )
+
+
 SOURCES: tuple[Drill, ...] = (
     _computed_in_vain,
     _offered_whole,
@@ -486,5 +506,6 @@ SOURCES: tuple[Drill, ...] = (
     _in_haste,
     _sums_of_blocks,
     _wanted_in_the_end,
+    _stop_overtakes,
 )
 """Drills about what a source meets rarely."""

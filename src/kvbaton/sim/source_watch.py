@@ -85,6 +85,8 @@ class SourceWatch:
 
     def order_problem(self, order: RankOrder) -> str:
         """What is wrong with an order to move or to sum for a target: it states what that has granted, and what is computed."""
+        if isinstance(order, DropSums) and all(each[:2] != (order.side, order.key) for each in self._summed):
+            return f"there is nothing to drop: {order}"
         if not isinstance(order, OpenCopy | MoveSpans | SumSpans):
             return ""
         record = self._source.live.get(order.copy.key)
