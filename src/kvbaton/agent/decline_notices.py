@@ -69,7 +69,6 @@ class DeclineNotices:
         if earlier is not None and not earlier.request.prompt:
             request = replace(request, prompt="")
         now = self._clock()
-        self.forget(request.key)
         notice = _Notice(
             request=request,
             outcome=outcome,

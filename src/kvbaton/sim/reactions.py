@@ -395,7 +395,8 @@ class Reactions:
         used_up_to, reach = self._source_windows.used_up_to(sender), self._source_windows.reach
         is_seen = (sender, stop.sequence) in self._numbers
         is_overtaking = is_open and not is_seen and used_up_to < stop.sequence <= used_up_to + reach
-        is_repeated = is_open and is_seen and has_window
+        # Where few targets are remembered, the numbers of one may have been forgotten, and count once more.
+        is_repeated = is_open and is_seen and has_window and len(windows) < vars(windows)["_limit"]
         self._numbers |= {(sender, stop.sequence)} if stop.grant else set()
         unchanged = _nothing if is_meant or (is_open and not is_repeated) else self._unchanged(stop.key, stop)
         declined = self._declines_of(stop.key)

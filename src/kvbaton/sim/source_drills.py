@@ -386,7 +386,9 @@ def _target_dies_meanwhile(rng: random.Random) -> Script:
 
 
 def _hung_up_on(rng: random.Random) -> Script:
-    """A source is not reached for longer than anything waits for it, while its target takes something from another one."""
+    """A source is not reached for longer than anything waits for it, while its target takes something from another one, or
+    finds that one to be none of its own.
+    """
     unreached = make_request(rng, rng.choice(list(Mode)), tokens=1)
     slow = make_request(rng, Mode.PUSH, tokens=6, chunk=1, prefill=1, at_s=rng.uniform(0.05, 0.3))
     script = make_stage(rng, writes=rng.random() < 0.5, request=unreached)
@@ -396,6 +398,7 @@ def _hung_up_on(rng: random.Random) -> Script:
         script,
         requests=(unreached, slow),
         faults=(cut, refused)[: rng.randint(1, 2)],
+        strangers=("p1",) if rng.random() < 0.3 else (),
         prefills=2,
         layers=2,
         step_s=0.4,

@@ -93,10 +93,12 @@ class SourceWatch:
         is_other_side = isinstance(order, SumSpans) and order.side is not Side.SOURCE
         if record is None or record.grant is None or record.copy != order.copy or is_other_side:
             return ""
-        # One instance may have both sides of a hand-off: as a target, it would be the one that executes.
-        grant, target = record.grant, self._coordinator.target.live.get(record.key)
+        if not isinstance(order, SumSpans) and record.key in self._coordinator.target.live:
+            # One instance may have both sides of hand-offs of the same name: it may be the other one's.
+            return ""
+        grant = record.grant
         if not record.writes and not isinstance(order, SumSpans):
-            return "" if target is not None else f"its target reads: {order}"
+            return f"its target reads: {order}"
         if isinstance(order, MoveSpans):
             return "" if order.source_blocks == record.blocks else f"{record.blocks} are computed: {order}"
         granted: tuple[object, ...] = (record.target, grant.cached_tokens, grant.tokens or None)
