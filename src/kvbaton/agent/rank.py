@@ -48,9 +48,6 @@ _AT_ONCE_BYTES = 256 << 10
 
 _MAX_UNREACHABLE = 4096
 
-_ENDING = frozenset({CopyState.BROKEN, CopyState.STOPPING})
-"""States of a copy that end with its last batch in flight."""
-
 
 class Part(msgspec.Struct, frozen=True, eq=False):
     """One batch of one span of a copy."""
@@ -771,7 +768,7 @@ class RankAgent:
         self._settle(copy)
 
     def _settle(self, copy: _Copy) -> None:
-        if copy.state in _ENDING and copy.is_drained:
+        if copy.is_drained:
             self._step(copy, CopyEvent.DRAINED)
 
     def _step(self, copy: _Copy, event: CopyEvent, moving: _Moving | None = None) -> None:

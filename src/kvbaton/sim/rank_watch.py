@@ -5,10 +5,12 @@ again as soon as something has completed, and no turn of it is longer than it ma
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection, Mapping
 
-from kvbaton.agent.rank_orders import CopyId, DropSums, RankOrder, RankReport, SpansSummed, SumSpans
-from kvbaton.core.handoff import HandoffKey
+from kvbaton.agent.rank_orders import CopyId, Disconnect, DropSums, RankOrder, RankReport, RevokePeer, SpansSummed, SumSpans
+from kvbaton.core.handoff import HandoffKey, Incarnation
 from kvbaton.core.timeline import Side
+from kvbaton.transport.base import PeerRank
 
 __all__ = ["RankWatch"]
 
@@ -33,6 +35,23 @@ class RankWatch:
         """What is wrong with a report."""
         if isinstance(report, SpansSummed) and report.copy not in self._to_sum.get((report.side, report.copy.key), ()):
             return f"it was not to be summed, or not any longer: {report}"
+        return ""
+
+    def session_problem(
+        self,
+        order: Disconnect | RevokePeer,
+        *,
+        sessions: Collection[PeerRank],
+        routes: Collection[Incarnation],
+        epochs: Mapping[PeerRank, int] | None,
+    ) -> str:
+        """What is left of a peer after the order to end its session; with `epochs`, each peer is fenced up to one."""
+        peer = order.incarnation
+        if peer in routes or any(each.incarnation == peer for each in sessions):
+            return f"there is still a session with {peer} after {order}"
+        if epochs is not None and isinstance(order, RevokePeer):
+            fenced = max((epoch for each, epoch in epochs.items() if each.incarnation == peer), default=0)
+            return "" if fenced >= order.epoch else f"{peer} is fenced up to {fenced} after {order}"
         return ""
 
     def offer_problem(self, *, has_completed: bool, waiting: tuple[int, int]) -> str:

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvbaton.agent.rank import RankAgent
-from kvbaton.agent.rank_orders import CopyFailed, CopyId, RankOrder, StopCopy
+from kvbaton.agent.rank_orders import CopyFailed, CopyId, Disconnect, PutAux, RankOrder, ReadAux, RevokePeer, StopCopy
 from kvbaton.core.card import Endpoint
 from kvbaton.core.handoff import HandoffKey
+from kvbaton.core.lifecycle import CopyState
 from kvbaton.core.strips import unroll
 from kvbaton.errors import QueueFull
 from kvbaton.sim.memory import RankMemory, TaggedCell
@@ -96,9 +97,9 @@ class SimTransport:
         self._posted: dict[Ticket, _PostedBatch] = {}
         self._done: list[Completion] = []
         self._sessions: dict[PeerRank, int] = {}
-        self._open_sessions: set[PeerRank] = set()
+        self.open_sessions: set[PeerRank] = set()
         self._epoch = 1
-        self._peer_epochs: dict[PeerRank, int] = {}
+        self.peer_epochs: dict[PeerRank, int] = {}
         self.context: CopyId | None = None
         self.fail_next = 0
         self.corrupt_next = 0
@@ -152,9 +153,9 @@ class SimTransport:
         del endpoint
         if self.is_paired and peer.rank != self._me.rank:
             self._fabric.world.find("as set", f"{self._where}: a session with {peer}, with which it exchanges nothing")
-        if peer not in self._open_sessions:
+        if peer not in self.open_sessions:
             self._sessions[peer] = self._sessions.get(peer, 0) + 1
-            self._open_sessions.add(peer)
+            self.open_sessions.add(peer)
 
     def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
         """Start moving cells, one event each."""
@@ -228,7 +229,7 @@ class SimTransport:
 
     def revoke(self, peer: PeerRank) -> None:
         """Close the session with `peer`, both ways: what it posted to us under it never lands, what we posted to it fails."""
-        self._open_sessions.discard(peer)
+        self.open_sessions.discard(peer)
         self._refused_at.clear()
         for posted in self._posted.values():
             if posted.batch.peer == peer:
@@ -318,9 +319,9 @@ class SimTransport:
         """Whether a peer's write still lands: registering anew stops every writer, a torn-down session only a revocable one."""
         if posted.batch.epoch < self._epoch:
             return False
-        if posted.batch.epoch < self._peer_epochs.get(writer, 0) and self.late_writes is LateWrites.REVOCABLE:
+        if posted.batch.epoch < self.peer_epochs.get(writer, 0) and self.late_writes is LateWrites.REVOCABLE:
             return False
-        is_open = writer in self._open_sessions and self._sessions.get(writer, 0) == posted.session
+        is_open = writer in self.open_sessions and self._sessions.get(writer, 0) == posted.session
         return is_open or self.late_writes is LateWrites.UNFENCED
 
     @property
@@ -350,7 +351,7 @@ class FencingSimTransport(SimTransport):
     """One that can fence a peer, or all of them by registering its memory anew. No such writer is shipped."""
 
     def fence_peer(self, peer: PeerRank, epoch: int) -> None:
-        self._peer_epochs[peer] = max(epoch, self._peer_epochs.get(peer, 0))
+        self.peer_epochs[peer] = max(epoch, self.peer_epochs.get(peer, 0))
 
     def reset_region(self, epoch: int) -> None:
         self._epoch = max(epoch, self._epoch)
@@ -358,6 +359,8 @@ class FencingSimTransport(SimTransport):
 
 class SimRank(RankAgent):
     """A rank agent that names the copy of each batch to its simulated transport, so that writes can be checked."""
+
+    _reads_aux = False
 
     def watch_turns(self, watch: RankWatch, world: World) -> None:
         """Have its turns looked at."""
@@ -368,11 +371,31 @@ class SimRank(RankAgent):
         self._watch.on_order(order)
         if isinstance(order, StopCopy) and order.copy in self.copies and isinstance(self._transport, SimTransport):
             self._transport.stopped.add(order.copy)
+        self._reads_aux = isinstance(order, ReadAux)
         super().handle(order)
+        self._reads_aux = False
+        if isinstance(order, Disconnect | RevokePeer | PutAux) and isinstance(self._transport, SimTransport):
+            self._check_done(self._transport, order)
+
+    def _check_done(self, transport: SimTransport, order: Disconnect | RevokePeer | PutAux) -> None:
+        problem = ""
+        if isinstance(order, PutAux):
+            is_there = self._memory is not None and self._memory.read(order.offset, len(order.data)) == order.data
+            problem = "" if is_there else f"not there: {order}"
+        elif isinstance(order, Disconnect) or transport.late_writes is not LateWrites.UNFENCED:
+            epochs = transport.peer_epochs if isinstance(transport, FencingSimTransport) else None
+            problem = self._watch.session_problem(
+                order, sessions=transport.open_sessions, routes=self._routes.keys(), epochs=epochs
+            )
+        if problem:
+            self._world.find("taken", f"{transport.address} rank {self.rank}: {problem}")
 
     def start(self, copy_id: CopyId, batch: Batch) -> Ticket:
         """Hand one batch of a copy to the transport."""
         self._watch.offers += 1
+        copy = self.copies.get(copy_id)
+        if copy is not None and copy.state is not CopyState.OPEN and not self._reads_aux:
+            self._world.find("nothing twice", f"rank {self.rank}: {copy_id} is {copy.state}, and more of it is posted")
         if isinstance(self._transport, SimTransport):
             self._transport.context = copy_id
         return super().start(copy_id, batch)
