@@ -62,6 +62,8 @@ class CardRequests:
         now, earlier = self._clock(), self._dialled.get(address)
         if earlier is not None and earlier.question > after and now - earlier.at < self._limits.retry / 2:
             return
+        if not self._dialled:
+            self._hang_up_at = now + self._limits.retry
         hello = self.ask()
         self._dialled[address] = _Dial(now, self.asked)
         self._control.dial(address, hello)
