@@ -292,7 +292,7 @@ def _offered_late(rng: random.Random) -> Script:
         script,
         requests=requests,
         move_s=rng.choice((0.001, 0.01)),
-        integrity=rng.choice(list(Integrity)),
+        integrity=rng.choice((Integrity.OFF, Integrity.OFF, Integrity.FULL)),
         aux_channel=rng.choice(list(AuxChannel)),
         rank_lag_s=rng.choice((0.0, 0.0, 0.005)),
     )
