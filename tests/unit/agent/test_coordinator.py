@@ -181,6 +181,12 @@ def test_refused_cards_are_logged_once_a_second_and_as_plain_text(pair: Pair, ca
     assert pair.target.coordinator.dropped_total["incompatible"] == 50
 
 
+def test_a_refusal_by_a_peer_is_logged_with_its_reason(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    pair.target.coordinator.on_frame(decode(encode(Incarnation("s1"), "", Refused("another model"))), None)
+    (record,) = caplog.records
+    assert "another model" in record.getMessage()
+
+
 def test_a_card_in_the_name_of_another_peer_is_dropped(pair: Pair) -> None:
     frame = encode(Incarnation("impostor"), "", Hello(card_of("s1", 2), wants_answer=True))
     pair.target.coordinator.on_frame(decode(frame), None)

@@ -446,6 +446,17 @@ def test_a_source_that_writes_confirms_when_every_rank_has_moved_everything(rig:
     assert rig.take_events()[-1] == SourceEnded(KEY, Outcome.DELIVERED)
 
 
+def test_a_source_that_has_written_everything_before_it_is_offered_confirms_with_the_offer(rig: Rig) -> None:
+    rig.expect()
+    rig.side.on_grant(T1, grant(writes=True))
+    rig.compute(0, 1, 2)
+    for move in list(rig.ranks.moves):
+        rig.ranks.finish(move)
+    assert rig.sent(Confirmed) == []
+    rig.offer()
+    assert rig.sent(Confirmed) == [Confirmed(KEY, 1, rig.generation, TOKENS)]
+
+
 def test_a_source_that_writes_is_asked_in_vain_before_its_last_byte(rig: Rig) -> None:
     rig.expect()
     rig.side.on_grant(T1, msgspec.structs.replace(grant(writes=True), integrity=Integrity.FULL))

@@ -179,3 +179,11 @@ def test_what_cannot_be_summed_is_reported_at_once() -> None:
     assert [(report.sums, report.error[:9]) for report in reports] == [({}, "checksum:"), ({}, "checksum:")]
     assert "no memory" in reports[0].error
     assert "4 blocks where 5 are needed" in reports[1].error
+
+
+def test_what_is_written_into_a_region_is_read_there_and_nowhere_else() -> None:
+    region = bytearray(range(32))
+    memory = RegionMemory(memoryview(region))
+    memory.write(8, b"record")
+    assert memory.read(8, 6) == b"record"
+    assert bytes(region) == bytes(range(8)) + b"record" + bytes(range(14, 32))
