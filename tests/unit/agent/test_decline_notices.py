@@ -316,3 +316,9 @@ def test_over_real_sockets_a_source_is_released_by_a_target_it_does_not_know() -
         target.driver.decline(driver_wanted(source.driver.address, "k"), "the queue is full")
         ended: EngineEvent = source.wait_for(SourceEnded, key)
         assert ended == SourceEnded(key, *REFUSED)
+
+
+def test_a_notice_to_a_source_that_is_known_needs_no_answer_from_its_address() -> None:
+    rig = Rig()
+    rig.send(source=S1)
+    assert rig.decline_notices.unanswered() == set()

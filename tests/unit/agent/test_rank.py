@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 from agent_rig import Clock, card_of, key_of, layout_of_tokens
 
-from kvbaton.agent.rank import RankAgent, _neighbours
+from kvbaton.agent.rank import RankAgent, RankControls, _neighbours
 from kvbaton.agent.rank_orders import (
     AuxRead,
     CloseCopy,
@@ -24,6 +24,7 @@ from kvbaton.agent.rank_orders import (
     MoveSpans,
     OpenCopy,
     PeerFenced,
+    PoisonBlocks,
     RankReport,
     ReadAux,
     RegionFenced,
@@ -34,7 +35,7 @@ from kvbaton.agent.rank_orders import (
 )
 from kvbaton.core import plan
 from kvbaton.core.card import Card, Endpoint, RankCard
-from kvbaton.core.handoff import Executor, Incarnation, Span
+from kvbaton.core.handoff import BlockLists, Executor, Incarnation, Span
 from kvbaton.core.strips import Plan, Runs, unroll
 from kvbaton.errors import TransportError
 from kvbaton.transport.base import (
@@ -494,9 +495,20 @@ def test_a_fence_is_reported_and_holds_for_the_epochs_before_it() -> None:
     agent.handle(RevokePeer(PEER, 4))
     assert reports == [PeerFenced(PEER, 4, 0)]
     assert transport.fenced == [(PeerRank(PEER, 0), 4)]
+    agent.handle(RevokePeer(PEER, 5))
+    assert transport.fenced[-1] == (PeerRank(PEER, 0), 5), "without a session it is fenced all the same"
     agent.handle(ResetRegion(5))
     assert reports[-1] == RegionFenced(5, 0)
     assert transport.epochs == [5]
+
+
+def test_blocks_are_spoiled_where_a_control_asks_for_that() -> None:
+    spoiled: list[tuple[BlockLists, int]] = []
+    controls = RankControls(poison=lambda blocks, cached_tokens: spoiled.append((blocks, cached_tokens)))
+    transport = Scripted(LateWrites.IMPOSSIBLE, {Direction.READ})
+    agent = RankAgent(0, LAYOUT, transport, print, clock=time.monotonic, transfer_timeout=30.0, controls=controls)
+    agent.handle(PoisonBlocks(((1, 2),), 3))
+    assert spoiled == [(((1, 2),), 3)]
 
 
 def test_a_transport_that_cannot_fence_does_not_claim_to_and_keeps_working() -> None:
@@ -522,3 +534,23 @@ def test_a_mistake_in_planning_fails_the_copy_at_once(rig: Rig, monkeypatch: pyt
         rig.agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (WHOLE,)))
     assert rig.reports == [CopyFailed(COPY, 0, "ZeroDivisionError: a mistake")]
     assert not rig.agent.copies
+
+
+def test_completions_behind_one_that_raises_are_left_for_another_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = Scripted(LateWrites.IMPOSSIBLE, {Direction.READ})
+    agent, _ = scripted(transport)
+    agent.handle(START)
+    agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (WHOLE,)))
+    (ticket,) = transport.posted
+    transport.finish(ticket)
+    transport.done.append(Completion(Ticket(99), 0))
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a mistake")
+
+    monkeypatch.setattr(agent, "_complete", broken)
+    with pytest.raises(ZeroDivisionError):
+        agent.poll()
+    assert agent.has_work
+    agent.poll()
+    assert not agent.has_work
