@@ -322,3 +322,14 @@ def test_a_notice_to_a_source_that_is_known_needs_no_answer_from_its_address() -
     rig = Rig()
     rig.send(source=S1)
     assert rig.decline_notices.unanswered() == set()
+
+
+def test_a_notice_that_replaces_another_one_is_not_repeated_when_that_was_due() -> None:
+    rig = Rig()
+    rig.send(source=S1)
+    rig.clock.now += 0.9 * LIMITS.retry
+    rig.send(source=S1)
+    rig.stops()
+    rig.clock.now += 0.2 * LIMITS.retry
+    rig.decline_notices.tick()
+    assert rig.stops() == []

@@ -37,7 +37,7 @@ from kvbaton.core import plan
 from kvbaton.core.card import Card, Endpoint, RankCard
 from kvbaton.core.handoff import BlockLists, Executor, Incarnation, Span
 from kvbaton.core.strips import Plan, Runs, unroll
-from kvbaton.errors import TransportError
+from kvbaton.errors import QueueFull, TransportError
 from kvbaton.transport.base import (
     BATCH_BYTES,
     AfterEvent,
@@ -554,3 +554,29 @@ def test_completions_behind_one_that_raises_are_left_for_another_turn(monkeypatc
     assert agent.has_work
     agent.poll()
     assert not agent.has_work
+
+
+def test_what_waits_for_a_full_queue_is_not_posted_once_its_copy_is_being_stopped() -> None:
+    class Full(Scripted):
+        batch_bytes = 1
+        room = 2
+
+        def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
+            if not self.room:
+                raise QueueFull("queue full")
+            self.room -= 1
+            return super().post(batch, after)
+
+    transport = Full(LateWrites.IMPOSSIBLE, {Direction.READ})
+    agent, reports = scripted(transport)
+    agent.handle(START)
+    agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (WHOLE,)))
+    first, second = transport.posted
+    agent.handle(StopCopy(COPY))
+    transport.room = 8
+    transport.finish(first)
+    agent.poll()
+    assert list(transport.posted) == [second]
+    transport.finish(second)
+    agent.poll()
+    assert reports == [CopyStopped(COPY, 0)]
