@@ -431,10 +431,10 @@ class TargetSide:
             record.grant = self._last_grant
             record.sequence = self._last_sequence.get(record.source, 0) + 1
             self._last_sequence[record.source] = record.sequence
-            record.generation, record.aux = 0, None
+            record.generation = 0
             self.drop_spans(record)
             record.epoch = self.epoch
-            record.aux_channel, record.aux_pointer = self._choose_aux_channel(record), None
+            record.aux_channel = self._choose_aux_channel(record)
             record.executor = self._ranks.executor if record.request.mode is Mode.PUSH else Executor.TARGET_READS
 
     def send_grant(self, record: TargetRecord) -> None:
@@ -804,7 +804,7 @@ class TargetSide:
         next hand-off begins with a number that the source accepts.
         """
         following = next_sequence(self._last_sequence.get(source, 0), refused.used_up_to)
-        if record.state is TargetState.GRANTED and following <= MAX_NUMBER:
+        if following <= MAX_NUMBER:
             self._last_sequence[source] = following - 1
         self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, refused.reason)
 
@@ -906,7 +906,7 @@ class TargetSide:
 
     def _note_moved(self, record: TargetRecord, report: SpansMoved, numbers: Sequence[int]) -> None:
         """Note each span; the bytes of spans that were moved as one are shared out by tokens and layers."""
-        spans = [record.spans[number] for number in numbers if number in record.spans]
+        spans = [record.spans[number] for number in numbers]
         parts = [(span.end_token - span.first_token) * (span.end_layer - span.first_layer) for span in spans]
         count, now = sum(parts) or 1, self._clock()
         ends = [report.bytes_moved * done // count for done in itertools.accumulate(parts)]
@@ -1127,7 +1127,7 @@ class TargetSide:
         Not before: only the source knows when its last byte has arrived.
         """
         is_known = record.is_confirmed and len(record.spans) == record.span_count
-        if is_known and not record.summing and record.executor is Executor.SOURCE_WRITES:
+        if is_known and not record.summing:
             record.summing |= record.spans.keys()
             self._sum_spans(record, [rank.rank for rank in self._card.ranks], tuple(record.spans.values()))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import pytest
@@ -11,7 +11,7 @@ from agent_rig import AUX, BLOCKS, LIMITS, Clock, Post, ScriptedRanks, card_of, 
 from kvbaton.agent.engine_port import Allocation, EngineEvent, Landed, SourceRequest, TargetEnded
 from kvbaton.agent.rank_orders import CopyId, CopyStopped, SpansSummed
 from kvbaton.agent.target import TargetSide
-from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings
+from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Aux, Executor, HandoffKey, Incarnation, Integrity, Mode, Outcome, Span
 from kvbaton.core.lifecycle import TargetState
@@ -57,12 +57,13 @@ class Rig:
     events: list[EngineEvent] = field(default_factory=list)
     settings: HandoffSettings = DEFAULT_HANDOFF
     notes: list[Note] = field(default_factory=list)
+    limits: Limits = LIMITS
 
     def __post_init__(self) -> None:
         self.ranks = ScriptedRanks(Executor.SOURCE_WRITES if self.writes else Executor.TARGET_READS)
         card = card_of("t1", RANKS)
         ports = (self.clock, self.post, self.ranks, self.events.append)
-        self.side = TargetSide(card, "scripted", LIMITS, *ports, self.settings, self.notes.append)
+        self.side = TargetSide(card, "scripted", self.limits, *ports, self.settings, self.notes.append)
         self.ranks.report = self.side.on_copy  # type: ignore[assignment]
 
     def sent(self, kind: type[MessageT]) -> list[MessageT]:
@@ -460,7 +461,7 @@ def test_a_refusal_without_its_number_is_no_proof_that_a_source_which_writes_is_
     writing.side.on_stopped(S1, Stopped(KEY, 1))
     assert outcomes(writing.take_events()) == [Outcome.CANCELLED if at == "stopping" else Outcome.FAILED]
     writing.grant(key_of("next"))
-    assert writing.sent(Grant)[-1].sequence == (7 if at == "granted" else 2), "it goes on with a number that is accepted"
+    assert writing.sent(Grant)[-1].sequence == 7, "it goes on with a number that is accepted"
 
 
 def test_a_number_that_a_source_which_writes_cannot_have_accepted_is_replaced(writing: Rig) -> None:
@@ -731,6 +732,17 @@ def test_messages_that_name_no_grant_are_not_for_a_request_that_has_none(rig: Ri
     rig.side.on_refused(S1, Refused("no", KEY, 0))
     assert rig.state() is TargetState.QUEUED
     assert rig.take_events() == []
+
+
+def test_a_source_that_does_not_stop_is_fenced_on_time_also_before_it_is_asked_again() -> None:
+    rig = Rig(writes=True, limits=replace(LIMITS, stop_timeout=LIMITS.retry / 2))
+    rig.grant()
+    rig.side.cancel(KEY, "the client is gone")
+    due_at = rig.side.next_deadline()
+    assert due_at is not None
+    assert due_at <= rig.clock.now + rig.limits.stop_timeout
+    rig.pass_time(rig.limits.stop_timeout)
+    assert rig.state() is TargetState.REVOKING
 
 
 def test_a_new_registration_fails_only_what_was_written_under_the_old_one(writing: Rig) -> None:
