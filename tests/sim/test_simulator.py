@@ -48,7 +48,7 @@ NEAR = {
     "decline-kept": 1240,
     "end-forgotten": 11,
     "sums-go-on": 1,
-    "quiet-by-any-refusal": 1128,
+    "quiet-by-any-refusal": 936,
     "generation-not-checked": 295,
     "grant-leap": 219,
     "renewed-for-ever": 407,

@@ -1,4 +1,5 @@
-"""A source that contradicts itself: about its spans, their number, the length of the prompt, or whether all of it still counts.
+"""A source that contradicts itself: about its spans, their number, the length of the prompt, whether all of it still counts,
+whether it has accepted the grant at all, or how the aux record travels.
 
 A release with a fault in it, or memory that has gone bad. Its target cannot know which of two statements is true: it takes none
 of them, and the hand-off ends by name, with nothing delivered that is not whole. All other hand-offs go on.
@@ -10,9 +11,11 @@ import enum
 
 from msgspec import structs
 
-from kvbaton.core.messages import Announced, Confirmed, Message, Prefilled, Retracted
+from kvbaton.core.aux_area import AuxPointer
+from kvbaton.core.handoff import Span
+from kvbaton.core.messages import MAX_NUMBER, Announced, AuxSent, Confirmed, Message, Prefilled, Refused, Retracted
 
-__all__ = ["Contradiction", "contradict"]
+__all__ = ["TAKEN_BACK", "Contradiction", "contradict"]
 
 
 class Contradiction(enum.IntEnum):
@@ -23,10 +26,24 @@ class Contradiction(enum.IntEnum):
     FEWER_SPANS = 2
     LEFT_OUT = 3
     RETRACTED = 4
+    NOT_CONFIRMED = 5
+    REFUSED = 6
+    REFUSED_AT_THE_END = 7
+    REFUSED_FOR_EVER = 8
+    EMPTY_SPAN = 9
+    POINTER = 10
 
 
-def contradict(message: Message, kind: Contradiction) -> tuple[Message, ...]:
-    """What such a source sends in place of a message, in this order."""
+TAKEN_BACK = tuple(kind for kind in Contradiction if kind >= Contradiction.NOT_CONFIRMED)
+"""What a source states, and then does not stand by; or never should have stated."""
+
+
+def _refuse(message: Announced | Prefilled, used_up_to: int = 0) -> Refused:
+    return Refused("that number was used before", message.key, message.grant, stale=True, used_up_to=used_up_to)
+
+
+def contradict(message: Message, kind: Contradiction, aux_offset: int) -> tuple[Message, ...]:
+    """What such a source sends in place of a message, in this order; it keeps aux records from `aux_offset` on."""
     match kind, message:
         case Contradiction.OTHER_SPAN, Announced() if message.spans:
             span = structs.replace(message.spans[-1], end_token=message.spans[-1].end_token + 1)
@@ -44,5 +61,19 @@ def contradict(message: Message, kind: Contradiction) -> tuple[Message, ...]:
             return (structs.replace(message, span_count=message.span_count - 1, sums=sums),)
         case Contradiction.RETRACTED, Prefilled():
             return message, Retracted(message.key, message.grant, message.generation + 1)
+        case Contradiction.NOT_CONFIRMED, Confirmed():
+            return (Retracted(message.key, message.grant, message.generation + 1),)
+        case Contradiction.REFUSED, Announced():
+            return message, _refuse(message)
+        case Contradiction.REFUSED_AT_THE_END, Announced():
+            return ()
+        case Contradiction.REFUSED_AT_THE_END, Prefilled():
+            return message, _refuse(message)
+        case Contradiction.REFUSED_FOR_EVER, Announced():
+            return (_refuse(message, MAX_NUMBER),)
+        case Contradiction.EMPTY_SPAN, Announced():
+            return message, structs.replace(message, spans=(Span(MAX_NUMBER, 0, 0, 0, 1),))
+        case Contradiction.POINTER, AuxSent() if message.aux is not None:
+            return (structs.replace(message, aux=None, pointer=AuxPointer(aux_offset, 1, 0)),)
         case _:
             return (message,)

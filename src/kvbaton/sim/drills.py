@@ -1,7 +1,8 @@
 """Drills: small runs built round one kind of trouble, only its timing left to chance. Random runs meet these too rarely.
 
-The run of two seeds in three is a drill. They are in six lists, of which two have every fourth seed, two every eighth, and
-`PEERS` and `SOURCES` every 32nd: one that is added to a list changes the runs of that list only.
+The run of two seeds in three is a drill. They are in seven lists, of which two have every fourth seed, two every eighth,
+`SOURCES` every 32nd, and `PEERS` and `TARGETS` together also every 32nd: one that is added to a list changes the runs of that
+list only, or of these two.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from kvbaton.sim.exhaustive import FLOWS, flow_script, single_faults
 from kvbaton.sim.peer_drills import PEERS
 from kvbaton.sim.script import Fault, FaultKind, Script, make_script
 from kvbaton.sim.source_drills import SOURCES
+from kvbaton.sim.target_drills import TARGETS
 from kvbaton.sim.vllm_script import make_vllm_script
 from kvbaton.transport.base import LateWrites
 
-__all__ = ["CORNERS", "DRILLS", "EDGES", "PEERS", "SCENES", "SOURCES", "drill_of_seed", "script_of_seed"]
+__all__ = ["CORNERS", "DRILLS", "EDGES", "PEERS", "SCENES", "SOURCES", "TARGETS", "drill_of_seed", "script_of_seed"]
 
 _FLOW_S = 0.05
 """About how long an undisturbed flow takes when its target has the request."""
@@ -88,7 +90,7 @@ def _has_vllm(seed: int) -> bool:
 
 def _drills_of(seed: int) -> tuple[Drill, ...]:
     if seed % 16 == 8:
-        return PEERS if seed % 32 == 8 else SOURCES
+        return PEERS + TARGETS if seed % 32 == 8 else SOURCES
     if seed % 8 == 4:
         return CORNERS
     return EDGES if seed % 8 == 2 else {1: SCENES, 3: DRILLS}.get(seed % 4, ())

@@ -63,11 +63,14 @@ from kvbaton.core.messages import (
     encode,
     split,
 )
+from kvbaton.core.timeline import Note
 from kvbaton.errors import Bug, ProtocolError
 from kvbaton.sim.agent_thread import AgentThread, SimDriver, ThreadBell
+from kvbaton.sim.alarm_watch import watch_alarms
 from kvbaton.sim.contradictions import Contradiction, contradict
 from kvbaton.sim.embedded_engine import EMBEDDED, EmbeddedClasses, EmbeddedEngine
 from kvbaton.sim.engine import SimEngine, SourceEngine, TargetEngine
+from kvbaton.sim.engine_watch import EngineWatch
 from kvbaton.sim.memory import RankMemory, SimBlockPool, make_layout
 from kvbaton.sim.network import Network
 from kvbaton.sim.peer_watch import (
@@ -90,6 +93,7 @@ from kvbaton.sim.source_watch import SourceWatch
 from kvbaton.sim.stray_calls import StrayCalls
 from kvbaton.sim.strays import asked_early, may_come_from_others, of_another_release, other_prompt, over_of_another, stray_of
 from kvbaton.sim.tag_model import TagCache, TagCacheShape
+from kvbaton.sim.target_watch import TargetWatch
 from kvbaton.sim.transport import Fabric, FencingSimTransport, SimRank, SimTransport
 from kvbaton.sim.virtual_sockets import VirtualMachine, Wires
 from kvbaton.sim.vllm_engine import VllmEngine
@@ -277,6 +281,8 @@ class _SimRanks:
         if rank == 0 and (problem := self._instance.source_watch.order_problem(order)):
             self._instance.cluster.world.find("as set", f"{self._instance.process.name}: {problem}")
         self._instance.source_watch.on_order(rank, order)
+        if problem := self._instance.target_watch.order_problem(order):
+            self._instance.cluster.world.find("as set", f"{self._instance.process.name}: {problem}")
         if self._instance.remote is not None:
             self._instance.send_order(rank, order)
         else:
@@ -424,9 +430,9 @@ class SimInstance:
                 self.local_now,
                 _SimControl(self),
                 _SimRanks(self),
-                self._events.append,
+                self._raise,
                 cluster.settings,
-                lambda note: self.source_watch.note(note),
+                self._note,
             )
         # One of the two sums every span as it comes, so that sums are under way while more is computed, moved or retracted.
         (self.coordinator.source if pid % 2 else self.coordinator.target).sum_size = 1
@@ -485,15 +491,21 @@ class SimInstance:
             cluster.limits,
             is_noted=self.thread is None,
         )
+        self.target_watch = TargetWatch(self.coordinator, is_forgetful=cluster.is_forgetful, is_noted=self.thread is None)
         coordinator = self.coordinator
         vars(coordinator).update(
             expect_target=partial(self._expect_target, coordinator.expect_target),
             refuse=partial(self._refuse, coordinator.refuse),
         )
+        self._engine_watch = EngineWatch(coordinator, self._sent, partial(self._find, "taken"))
+        for side in (coordinator.source, coordinator.target, coordinator.target.decline_notices):
+            watch_alarms(vars(side)["_timers"], partial(self._find, "alarm"))
         if self.thread is None:
             # Engines compute on their own: what comes of that is looked at before the next turn of the instance.
             vars(coordinator).update(
-                spans_ready=partial(self._compute, coordinator.spans_ready), offer=partial(self._compute, coordinator.offer)
+                retract=partial(self._engine_watch.retract, coordinator.retract),
+                spans_ready=partial(self._compute, coordinator.spans_ready),
+                offer=partial(self._compute, coordinator.offer),
             )
 
     def _make_engine(self, memories: list[RankMemory], cache: TagCache | None) -> SimEngine:
@@ -624,8 +636,9 @@ class SimInstance:
     def _check_sent(self, recipient: str, message: Message) -> None:
         self._sent.append((recipient, message))
         self._reactions.sent(recipient, message)
-        if problem := self.source_watch.sent_problem(recipient, message):
-            self.cluster.world.find("as set", f"{self.process.name}: {problem}")
+        for watch in (self.source_watch, self.target_watch):
+            if problem := watch.sent_problem(recipient, message):
+                self.cluster.world.find("as set", f"{self.process.name}: {problem}")
         if isinstance(message, _QUESTIONS):
             self._questions.asked(message.key, self.local_now())
         if isinstance(message, Grant):
@@ -661,7 +674,8 @@ class SimInstance:
                 return
         self._note_sent(address, message)
         on_wire = of_another_release(message) if self.is_of_another_release else message
-        for each in (on_wire,) if self.contradiction is None else contradict(on_wire, self.contradiction):
+        aux_offset = self.transports[0].memory.aux_area.offset
+        for each in (on_wire,) if self.contradiction is None else contradict(on_wire, self.contradiction, aux_offset):
             self.cluster.network.send(self.address, address, encode(self.incarnation, recipient, each))
         if self.strays > 0 and self.cluster.world.random.random() < _STRAY:
             self._send_stray(address, recipient, message)
@@ -772,6 +786,7 @@ class SimInstance:
         check = self._reactions.expect(envelope, via)
         self._questions.received(envelope.sender, now)
         self._received.take(envelope.sender, message)
+        self.target_watch.received(envelope.sender, message)
         if isinstance(message, Stopped) and not message.grant:
             self._notices.settled(message.key)
         elif via is not None and isinstance(message, _INTRODUCTIONS):
@@ -1105,11 +1120,14 @@ class SimInstance:
             case PeerFenced() | RegionFenced() as fenced:
                 reports.popleft()
                 self._check_fenced(fenced)
-            case AuxRead(copy=copy):
+            case AuxRead(copy=copy) as aux_read:
                 record = target.live.get(copy.key)
                 is_due = record is not None and record.grant == copy.grant and record.aux_pointer is not None
                 self._sent.clear()
+                fallbacks = self.target_watch.fallbacks()
                 self._handle_report(reports)
+                if problem := self.target_watch.fallback_problem(aux_read, fallbacks):
+                    self.cluster.world.find("counted", f"{self.process.name}: {aux_read}: {problem}")
                 is_asked = any(isinstance(each, Grant) and each.key == copy.key for _, each in self._sent)
                 if is_due and record is not None and record.aux is None and record.state in _WAITING and not is_asked:
                     self.cluster.world.find("taken", f"{self.process.name}: the aux record of {copy} is not asked for again")
@@ -1122,13 +1140,28 @@ class SimInstance:
                 self._handle_report(reports)
                 if any(record.open_copies.get(over.rank) == over.copy for record in live):
                     self.cluster.world.find("taken", f"{self.process.name}: {over}, and the copy counts as open")
-            case SpansMoved(copy=copy) | SpansSummed(copy=copy):
+            case (SpansMoved(copy=copy) | SpansSummed(copy=copy)) as report:
                 records = (self.coordinator.source.live.get(copy.key), target.live.get(copy.key))
                 others = [record for record in records if record is not None and record.copy != copy]
                 places = list(map(_counted, others)) if others else []
+                record = records[1]
+                is_ours = record is not None and record.copy == copy and record.open_copies.get(report.rank) == copy
                 self._handle_report(reports)
+                if isinstance(report, SpansMoved) and (problem := self.target_watch.moved_problem(report, is_ours)):
+                    self.cluster.world.find("counted", f"{self.process.name}: {report}: {problem}")
                 if others and list(map(_counted, others)) != places:
                     self.cluster.world.find("left alone", f"{self.process.name}: a report of {copy} counts for another one")
+
+    def _raise(self, event: EngineEvent) -> None:
+        self._events.append(event)
+        self._engine_watch.on_event(event)
+
+    def _note(self, note: Note) -> None:
+        self.source_watch.note(note)
+        self.target_watch.note(note)
+
+    def _find(self, rule: str, problem: str) -> None:
+        self.cluster.world.find(rule, f"{self.process.name}: {problem}")
 
     def _compute(self, call: Callable[..., None], *arguments: object) -> None:
         call(*arguments)
@@ -1191,6 +1224,8 @@ class SimInstance:
                 self.cluster.world.find("counts agree", f"{self.process.name}: {problem}")
         # A driver handles several messages before its thread is looked at: what has got further may be void by then.
         if self.thread is None:
+            for problem in self._engine_watch.problems():
+                self._find("taken", problem)
             for rule, problem in self._waits.problems(target, now):
                 self.cluster.world.find(rule, f"{self.process.name}: {problem}")
 

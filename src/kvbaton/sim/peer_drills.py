@@ -7,7 +7,7 @@ import random
 from msgspec import structs
 
 from kvbaton.core.handoff import Integrity, Mode
-from kvbaton.sim.contradictions import Contradiction
+from kvbaton.sim.contradictions import TAKEN_BACK, Contradiction
 from kvbaton.sim.drill_stage import Drill, make_request, make_stage
 from kvbaton.sim.script import Fault, FaultKind, Script
 
@@ -21,13 +21,38 @@ def _source_contradicts_itself(rng: random.Random) -> Script:
         for number in range(rng.randint(2, 4))
     )
     script = make_stage(rng, writes=rng.random() < 0.5, request=requests[0])
-    wrong = Fault(
-        FaultKind.STRAY, 0.0, who="p0", other="contradiction", number=int(rng.choice(list(Contradiction))), is_whole=True
-    )
+    kinds = [kind for kind in Contradiction if kind not in TAKEN_BACK]
+    wrong = Fault(FaultKind.STRAY, 0.0, who="p0", other="contradiction", number=int(rng.choice(kinds)), is_whole=True)
     return structs.replace(
         script,
         requests=requests,
         faults=(wrong,),
+        prefills=2,
+        integrity=rng.choice(list(Integrity)),
+        move_s=rng.choice((0.002, 0.02)),
+        rank_lag_s=rng.choice((0.0, 0.0, 0.01)),
+    )
+
+
+def _source_takes_back(rng: random.Random) -> Script:
+    """One of two sources refuses what it has accepted, or confirms nothing, or is wrong about how the aux record travels. Of
+    several hand-offs it takes each back in another way.
+    """
+    kinds = rng.sample(TAKEN_BACK, 3)
+    requests = tuple(
+        make_request(rng, rng.choice((Mode.PUSH, Mode.PUSH, Mode.PULL)), tokens=rng.randint(2, 4), chunk=1, at_s=0.3 * number)
+        for number in range(len(kinds))
+    )
+    beside = make_request(rng, rng.choice(list(Mode)), prefill=1, at_s=rng.uniform(0.0, 0.6))
+    script = make_stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    wrong = [
+        Fault(FaultKind.STRAY, max(0.0, each.at_s - 0.01), who="p0", other="contradiction", number=int(kind), is_whole=True)
+        for each, kind in zip(requests, kinds, strict=True)
+    ]
+    return structs.replace(
+        script,
+        requests=(*requests, beside),
+        faults=tuple(wrong),
         prefills=2,
         integrity=rng.choice(list(Integrity)),
         move_s=rng.choice((0.002, 0.02)),
@@ -161,4 +186,7 @@ PEERS: tuple[Drill, ...] = (
     _cancelled_while_summed,
     _cancelled_while_summed,
     _no_peer_there,
+    _source_takes_back,
+    _source_takes_back,
+    _source_takes_back,
 )

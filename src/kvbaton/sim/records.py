@@ -25,6 +25,7 @@ _SENDING = frozenset({SourceState.STREAMING, SourceState.SERVING})
 _UNGRANTED = frozenset({SourceState.QUEUED, SourceState.HELD})
 _EMPTYING = frozenset({SourceState.STOPPING, SourceState.RETRACTING})
 _MOST_STALE = 8
+_SMALL_S = 1e-6
 _EARLY = 0.98
 """Clocks drift: so much of a wait may be missing."""
 
@@ -155,9 +156,12 @@ def _target_problems(record: TargetRecord, ranks: int, is_summed: bool) -> Itera
     if state in _TARGET_STAGES:
         done = moved + len(record.sums)
         if not is_reading and record.allocation is not None and state is TargetState.FILLING:
-            done += len(spans)
+            # Without spans of nothing, of which a source can announce any number.
+            done += sum([span.first_token < span.end_token for span in record.spans.values()])
         if record.furthest < (_TARGET_STAGES[state], done):
             yield f"it has got to {_TARGET_STAGES[state], done}, and {record.furthest} is remembered"
+    if state is TargetState.CONFIRMING and (record.span_count is None or moved != ranks * record.span_count):
+        yield f"{moved} of {record.span_count} spans are in on {ranks} ranks, and the source is asked about them"
     # What has to follow from counts, and has not.
     if state is TargetState.FILLING:
         if record.span_count is not None and record.aux is not None:
@@ -246,6 +250,7 @@ class Waits:
 
     def __init__(self, limits: Limits, now: float) -> None:
         self._queued_s, self._granted_s = limits.queue_timeout * _EARLY, limits.transfer_timeout * _EARLY
+        self._limits = limits
         self._seen: dict[int, _Seen] = {}
         self._looked_at = now
         """An engine calls between two looks: what is new was new at any time since the one before."""
@@ -278,6 +283,11 @@ class Waits:
                 seen.allocated_at = before
             if place > seen.best:
                 seen.best = place
+                # What was moved between two looks, and retracted before the second, may have been further still.
+                cap_s = self._limits.queue_timeout if state is TargetState.QUEUED else self._limits.hold_cap
+                is_furthest = record.furthest == place
+                if is_furthest and not before - _SMALL_S <= record.capped_at - cap_s <= now + _SMALL_S:
+                    yield "on time", f"{record.key} has got to {place} by {now}, and may last until {record.capped_at}"
             seen.capped_at, seen.looked = record.capped_at, self._looks
         if waiting < len(self._seen):
             for seen in [each for each in self._seen.values() if each.looked < self._looks]:

@@ -1,0 +1,100 @@
+"""What a target is held to in what it sends, orders and notes: that its grants are numbered without gaps and carry what the
+source needs and no more, that an aux record is fetched in one way at a time, and that its notes for operators are true.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from kvbaton.agent.coordinator import Coordinator
+from kvbaton.agent.rank_orders import AuxRead, RankOrder, ReadAux, SpansMoved
+from kvbaton.core.handoff import AuxChannel, Executor, HandoffKey, Incarnation
+from kvbaton.core.lifecycle import TargetState
+from kvbaton.core.messages import Grant, Message, Refused
+from kvbaton.core.timeline import Note, Side, Stage
+
+__all__ = ["TargetWatch"]
+
+
+class TargetWatch:
+    """Sees what one instance sends and orders as a target, and what it notes.
+
+    `is_forgetful`: it forgets how far it has counted to a source. `is_noted`: its notes are passed on here.
+    """
+
+    def __init__(self, coordinator: Coordinator, *, is_forgetful: bool, is_noted: bool) -> None:
+        self._target = coordinator.target
+        self._is_forgetful = is_forgetful
+        self._has_notes = is_noted
+        self._granted: dict[tuple[HandoffKey, int], Grant] = {}
+        """The last grant of each number that was sent."""
+        self._last_sequence: dict[str, int] = {}
+        self._used_up_to: defaultdict[str, set[int]] = defaultdict(set)
+        """By source: the last number in sequence that it was sent, and those that it named as used when it refused one."""
+        self._moved: list[Note] = []
+        """What was noted as moved since this was last looked at."""
+
+    def note(self, note: Note) -> None:
+        """Something is noted for operators."""
+        if note.side is Side.TARGET and note.stage is Stage.MOVED:
+            self._moved.append(note)
+
+    def received(self, source: Incarnation, message: Message) -> None:
+        """A message has arrived."""
+        if isinstance(message, Refused) and message.stale:
+            self._used_up_to[source].add(message.used_up_to)
+
+    def sent_problem(self, source: str, message: Message) -> str:
+        """What is wrong with a message that is being sent."""
+        if not isinstance(message, Grant):
+            return ""
+        if bool(message.blocks) is not (message.executor is Executor.SOURCE_WRITES):
+            return f"blocks are for a source that writes, and for no other: {message}"
+        before = self._granted.get((message.key, message.grant))
+        self._granted[message.key, message.grant] = message
+        if before is None:
+            return self._sequence_problem(source, message)
+        record = self._target.live.get(message.key)
+        if before == message and record is not None and record.state is TargetState.CLEARING:
+            return f"only its own ranks are waited for: {message}"
+        if before.aux_channel is AuxChannel.CONTROL and message.aux_channel is AuxChannel.DATA:
+            return f"the aux record was asked for in a message before: {message}"
+        return ""
+
+    def _sequence_problem(self, source: str, grant: Grant) -> str:
+        """Numbers follow each other. After a refusal they go on behind what the source has used, wherever that is."""
+        last, self._last_sequence[source] = self._last_sequence.get(source, 0), grant.sequence
+        is_next = grant.sequence == last + 1 or grant.sequence - 1 in self._used_up_to[source]
+        return "" if is_next or self._is_forgetful else f"the last number was {last}: {grant}"
+
+    def order_problem(self, order: RankOrder) -> str:
+        """What is wrong with an order to a rank."""
+        if isinstance(order, ReadAux):
+            grant = self._granted.get((order.copy.key, order.copy.grant))
+            if grant is not None and grant.aux_channel is AuxChannel.CONTROL:
+                return f"the aux record comes in a message: {order}"
+        return ""
+
+    def moved_problem(self, report: SpansMoved, is_counted: bool) -> str:
+        """What is wrong with the notes about a report that was just taken: they share out its bytes, by tokens and layers."""
+        notes, self._moved = self._moved, []
+        if not self._has_notes:
+            return ""
+        if len(notes) != (len(report.spans) if is_counted else 0) or any(note.rank != report.rank for note in notes):
+            return f"{notes} are noted"
+        cells = [(note.end_token - note.first_token) * (note.end_layer - note.first_layer) for note in notes]
+        total = sum(cells)
+        shares = [report.bytes_moved * part / total if total else 0 for part in cells]
+        is_shared = all(abs(note.moved_bytes - share) <= 1 for note, share in zip(notes, shares, strict=True))
+        if not is_shared or (total and sum(note.moved_bytes for note in notes) != report.bytes_moved):
+            return f"{[note.moved_bytes for note in notes]} bytes are noted for {cells} cells"
+        return ""
+
+    def fallbacks(self) -> dict[str, int]:
+        """How often aux records had to be sent in messages, by cause."""
+        return dict(self._target.aux_fallbacks_total)
+
+    def fallback_problem(self, report: AuxRead, before: dict[str, int]) -> str:
+        """What is wrong with the cause that is counted for a record that was not read, or not the right one."""
+        counted = {cause for cause, count in self.fallbacks().items() if count > before.get(cause, 0)}
+        return f"counted as {counted}" if counted and (counted == {"not read"}) is not bool(report.error) else ""
