@@ -156,7 +156,7 @@ class Deck:
     def __init__(self, seeds: int, wide: int, work: Path) -> None:
         from kvbaton.sim.exhaustive import FLOWS
 
-        # Drills are cheap, and reach what random runs reach too rarely: ten of eleven runs are, of all six lists.
+        # Drills are cheap, and reach what random runs reach too rarely: ten of eleven runs are, of all lists.
         parts = ((8, 0), (8, 3), (8, 1), (8, 2), (8, 7), (8, 5), (8, 4), (8, 2), (32, 8), (32, 24), (32, 24))
         chosen = [every * number + first for number, (every, first) in zip(range(seeds), itertools.cycle(parts), strict=False)]
         self.labels = [f"flow {name}" for name in FLOWS] + [f"seed {seed}" for seed in chosen]
