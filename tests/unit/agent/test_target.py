@@ -9,7 +9,7 @@ import pytest
 from agent_rig import AUX, BLOCKS, LIMITS, Clock, Post, ScriptedRanks, card_of, key_of
 
 from kvbaton.agent.engine_port import Allocation, EngineEvent, Landed, SourceRequest, TargetEnded
-from kvbaton.agent.rank_orders import CopyId, CopyStopped, SpansSummed
+from kvbaton.agent.rank_orders import CopyId, CopyStopped, SpansMoved, SpansSummed
 from kvbaton.agent.target import TargetSide
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
 from kvbaton.core.addresses import ControlAddress
@@ -213,6 +213,15 @@ def test_a_span_counts_once_however_often_it_is_reported(rig: Rig) -> None:
         rig.ranks.finish(move)
     assert rig.side.live[KEY].bytes_moved == 10
     assert rig.state() is TargetState.FILLING
+
+
+def test_of_a_report_with_a_span_that_is_in_already_the_others_count(rig: Rig) -> None:
+    rig.grant()
+    rig.announce(0, 1)
+    copy = rig.side.live[KEY].copy
+    rig.side.on_copy(SpansMoved(copy, 0, (0,), 10, 10))
+    rig.side.on_copy(SpansMoved(copy, 0, (0, 1), 10, 10))
+    assert rig.side.live[KEY].moved[0] == {0, 1}
 
 
 @pytest.mark.parametrize(

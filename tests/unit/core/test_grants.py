@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvbaton.core.grants import REACH, GrantWindow, GrantWindows, may_start_prefill, next_sequence
-from kvbaton.core.handoff import Incarnation
+from kvbaton.core.grants import REACH, GrantWindow, GrantWindows, Reserve, may_start_prefill, next_sequence
+from kvbaton.core.handoff import Incarnation, Mode
 from kvbaton.errors import Bug
 
 
@@ -146,3 +146,8 @@ def test_two_full_pools_cannot_wait_for_each_other(largest: int, data: st.DataOb
             free -= needed
     assert free <= total
     assert may_start_prefill(free_blocks=free, needed_blocks=largest, reserved_blocks=largest, has_grant=True)
+
+
+def test_a_source_in_pull_leaves_room_for_one_of_the_largest_requests() -> None:
+    assert Reserve.of(Mode.PULL, largest=4, total=20, both_roles=True).source == 4
+    assert Reserve.of(Mode.PUSH, largest=4, total=20, both_roles=True).source == 8
