@@ -177,6 +177,8 @@ class Run:
         """Which instances an event can change that happens in a process, by the place of that in memory."""
         self.clients = [_Client(request, number) for number, request in enumerate(script.requests)]
         self.prompts: dict[int, tuple[SimInstance | None, SimInstance | None]] = {}
+        self._declined_again: set[int] = set()
+        self._has_replays = any(fault.kind is FaultKind.REPLAY for fault in script.faults)
         self.is_probed = any(fault.kind is not FaultKind.PREEMPT for fault in script.faults)
         """Whether every pair has to serve one more request when all faults are over."""
         self.probes: list[_Client] = []
@@ -361,7 +363,10 @@ class Run:
         is_crossed = is_crossed or client.is_over or attempt != client.attempts or not request.retries_once
         if is_crossed or "live already" in reason or reason.startswith("the request was cancelled"):
             attempt = 0
-        if not self._is_excused(client, attempt):
+        # A notice without a grant has no number: one that arrives again ends the next attempt of its key and prompt.
+        if self._has_replays and attempt > 1 and reason.startswith("the target cancelled"):
+            self._declined_again.add(prompt.number)
+        if prompt.number not in self._declined_again and not self._is_excused(client, attempt):
             reached = f"p{client.script.prefill} or d{client.script.decode}"
             self.world.violate("spurious failure", f"{prompt.key} failed although no fault has reached {reached}")
         if client.is_over or client.attempts > prompt.number + client.script.retries or client.keys[-1] != prompt.key:

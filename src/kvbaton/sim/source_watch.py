@@ -154,7 +154,8 @@ class SourceWatch:
             return self._beat_problem(recipient, message) if message.from_source else ""
         if isinstance(message, AuxSent):
             return self._aux_problem(message)
-        if isinstance(message, Over):
+        if isinstance(message, Over) and message.key not in self._source.live:
+            # What is live is ending now, and without a grant an earlier use of its key has the same number.
             end = vars(self._source)["_ended"].get((recipient, message.key, message.grant))
             return "" if end is None or end == message else f"it ended as {end}: {message}"
         if isinstance(message, Refused) and message.stale:
