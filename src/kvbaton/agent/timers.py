@@ -60,6 +60,8 @@ class Alarms(Generic[KeyT]):
     def drop(self, key: KeyT) -> None:
         """Do not ring for `key` any more."""
         self.times.pop(key, None)
+        if not self.times:
+            self._heap.clear()
 
     def ring(self, now: float) -> Iterator[KeyT]:
         """Take the keys that are due, one by one, earliest first; each has to be set again to ring again.

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from kvbaton.agent.coordinator import Coordinator
-from kvbaton.agent.rank_orders import AuxRead, RankOrder, ReadAux, SpansMoved
+from kvbaton.agent.rank_orders import AuxRead, CopyId, RankOrder, ReadAux, SpansMoved
 from kvbaton.core.handoff import AuxChannel, Executor, HandoffKey, Incarnation
 from kvbaton.core.lifecycle import TargetState
 from kvbaton.core.messages import Grant, Message, Refused
@@ -33,6 +33,8 @@ class TargetWatch:
         """By source: the last number in sequence that it was sent, and those that it named as used when it refused one."""
         self._moved: list[Note] = []
         """What was noted as moved since this was last looked at."""
+        self._counted: set[tuple[CopyId, int, int]] = set()
+        """Spans that were counted, by copy and rank: one that is reported again is noted once."""
 
     def note(self, note: Note) -> None:
         """Something is noted for operators."""
@@ -80,7 +82,9 @@ class TargetWatch:
         notes, self._moved = self._moved, []
         if not self._has_notes:
             return ""
-        if len(notes) != (len(report.spans) if is_counted else 0) or any(note.rank != report.rank for note in notes):
+        new = {(report.copy, report.rank, span) for span in report.spans} - self._counted if is_counted else set()
+        self._counted |= new
+        if len(notes) != len(new) or any(note.rank != report.rank for note in notes):
             return f"{notes} are noted"
         cells = [(note.end_token - note.first_token) * (note.end_layer - note.first_layer) for note in notes]
         total = sum(cells)
