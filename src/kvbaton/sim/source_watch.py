@@ -7,6 +7,7 @@ wrong one is over, and in most of them a message has renewed it by then: so the 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -71,7 +72,7 @@ class SourceWatch:
         self._held: dict[int, _Held] = {}
         self._noted: set[tuple[object, ...]] = set()
         """What was noted for operators, and has yet to be done, by key and stage; of spans, with their tokens and layers."""
-        self._ended: dict[HandoffKey, tuple[Outcome | None, str]] = {}
+        self._ended: defaultdict[HandoffKey, list[tuple[Outcome | None, str]]] = defaultdict(list)
         self._isolated: list[TargetRecord] = []
         self._summed: dict[tuple[Side, HandoffKey, int], CopyId] = {}
         """Of every rank what it was last ordered to sum for a side of a hand-off, and not to drop."""
@@ -121,7 +122,7 @@ class SourceWatch:
     def note(self, note: Note) -> None:
         """Something is noted for operators."""
         if note.side is Side.SOURCE and note.stage is Stage.ENDED:
-            self._ended[note.key] = note.outcome, note.text
+            self._ended[note.key].append((note.outcome, note.text))
         elif note.side is Side.SOURCE:
             where = (note.first_token, note.end_token, note.first_layer, note.end_layer)
             self._noted.add((note.key, note.stage, *where))
@@ -136,8 +137,11 @@ class SourceWatch:
     def event_problem(self, event: EngineEvent) -> str:
         """What is wrong with an event that the engine takes at once."""
         record = self._source.live.get(event.key)
-        if isinstance(event, SourceEnded) and self._ended.pop(event.key, None) not in (None, (event.outcome, event.reason)):
-            return f"another end was noted than {event}"
+        if isinstance(event, SourceEnded) and (noted := self._ended.pop(event.key, [])):
+            # An engine that hangs takes it late, when later uses of the key may have ended, too.
+            if (end := (event.outcome, event.reason)) not in noted:
+                return f"another end was noted than {event}"
+            self._ended[event.key] = noted[noted.index(end) + 1 :]
         if isinstance(event, Granted) and record is not None and record.grant is not None:
             if event.cached_tokens != record.grant.cached_tokens:
                 return f"{record.grant.cached_tokens} tokens are cached at the target: {event}"
