@@ -273,7 +273,7 @@ class Transport(Protocol):
         """Start moving `batch`; raises RangeError, QueueFull or TransportError, and then nothing was started."""
 
     def poll(self) -> list[Completion]:
-        """Hand out what has completed since the last call; never waits."""
+        """Hand out what has completed since the last call; never sleeps, but may wait a moment for an end that is near."""
 
     def cancel(self, ticket: Ticket) -> None:
         """Ask for `ticket` to stop; unknown or finished tickets are ignored."""

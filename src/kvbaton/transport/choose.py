@@ -198,7 +198,7 @@ class AutoTransport:
         return ticket
 
     def poll(self) -> list[Completion]:
-        """Hand out what any of them has completed; never waits. A peer whose first batch failed is then moved to the next."""
+        """Hand out what any of them has completed. A peer whose first batch failed is then moved to the next."""
         found: list[Completion] = []
         failed: dict[PeerRank, str] = {}
         with self._lock:

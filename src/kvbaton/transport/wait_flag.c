@@ -64,8 +64,9 @@ static void wait_for(struct waiter *waiter) {
         pthread_mutex_lock(&waiter->lock);
         if (waiter->early_ns && now >= waiter->early_ns && waiter->wanted == wanted && *flag != wanted) {
             waiter->early_ns = 0;
-            __atomic_store_n(&waiter->is_near, 1, __ATOMIC_RELEASE);
+            /* In this order: what sees that the end is near takes the byte, and one that came later would stay. */
             write_byte(waiter->wakeup);
+            __atomic_store_n(&waiter->is_near, 1, __ATOMIC_RELEASE);
         }
     }
 }
@@ -93,6 +94,7 @@ static void *run(void *data) {
         /* Both under the lock: what is woken by the byte sees the number, and what sees the number comes after the byte. */
         learn(waiter);
         waiter->seen = waiter->wanted;
+        __atomic_store_n(&waiter->is_near, 0, __ATOMIC_RELEASE);
         __atomic_store_n(&waiter->flag, 0, __ATOMIC_RELEASE);
         if (!waiter->lingers) write_byte(waiter->wakeup);
     }

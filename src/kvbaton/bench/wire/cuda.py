@@ -29,7 +29,7 @@ from kvbaton.bench.wire.pages import POISON
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.strips import Plan, Runs, Strip, TokenPattern, unroll
 from kvbaton.errors import ConfigError, LocalError
-from kvbaton.transport.base import Batch, Direction, Endpoint, PeerRank, TransportSettings
+from kvbaton.transport.base import Batch, Completion, Direction, Endpoint, PeerRank, TransportSettings
 from kvbaton.transport.cuda import CudaTransport, DeviceRegion
 from kvbaton.transport.cuda.copier import AnyLaunch, GpuCopier
 from kvbaton.transport.cuda.driver import CudaDriver
@@ -235,9 +235,12 @@ class _CudaStand:
         start = time.perf_counter()
         self._transport.post(Batch(_PEER, Direction.READ, pattern.posted))
         posted = time.perf_counter()
-        if not select.select([self._transport.wakeup_fd], [], [], _BATCH_S)[0]:
-            raise LocalError(f"{pattern.name}: no completion within {_BATCH_S:g} s")
-        completion = self._transport.poll()[0]
+        completions: list[Completion] = []
+        while not completions:  # it may be woken shortly before the end
+            if not select.select([self._transport.wakeup_fd], [], [], _BATCH_S)[0]:
+                raise LocalError(f"{pattern.name}: no completion within {_BATCH_S:g} s")
+            completions = self._transport.poll()
+        completion = completions[0]
         done = time.perf_counter()
         if completion.error or completion.moved_bytes != pattern.wire_bytes:
             raise LocalError(f"{pattern.name}: {completion.moved_bytes} of {pattern.wire_bytes} bytes: {completion.error}")

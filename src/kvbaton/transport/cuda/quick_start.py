@@ -33,7 +33,6 @@ _MOST_NUMBER = 2**31 - 2
 _WORD_BITS = 31
 _MOST_STRIPS = 8
 _LINGER_NS = 100_000
-_ROW_BYTES = 24
 _INT64 = np.dtype(np.int64)
 _SHAPES = tuple(struct.Struct(f"={2 + 5 * strips}Q") for strips in range(_MOST_STRIPS + 1))
 """The bytes of both regions, and of so many strips: slots, places, items, steps."""
@@ -181,12 +180,12 @@ class QuickStart:
             shape += (len(slots), len(places), len(items), pattern.source_step, pattern.target_step)
         if not strips or len(strips) > _MOST_STRIPS or any(map(_is_other, arrays)):
             return 0
+        if sum(map(len, arrays)) > MOST_ROWS:
+            return 0
         try:
             # A copy, so that what is checked is what is copied; the quickest one, and the address of bytes is found at once.
             rows, numbers = b"".join(arrays), _SHAPES[len(strips)].pack(*shape)  # type: ignore[arg-type]
         except (TypeError, struct.error):  # rows that are not one behind the other, steps below 0
-            return 0
-        if len(rows) > MOST_ROWS * _ROW_BYTES:
             return 0
         words = (rows, numbers, len(strips))
         return self._begun(self._flag.loops.check_and_begin, words, source, target, wakeup_fd, most_bytes)
