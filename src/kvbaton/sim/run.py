@@ -35,6 +35,8 @@ __all__ = ["LIMITS", "UNFENCED_RULES", "Result", "Run", "run_script"]
 LIMITS = Limits(transfer_timeout=2.0, defer_timeout=4.0, stop_timeout=0.5, retry=0.1, queue_timeout=20.0)
 """Small, so that every deadline is met many times."""
 
+_CANCELS = frozenset({FaultKind.CANCEL_SOURCE, FaultKind.CANCEL_TARGET})
+
 _MAX_EVENTS = 200_000
 _SETTLE_S = 60.0
 _PROBE_AFTER_S = 30.0
@@ -422,11 +424,14 @@ class Run:
         is_reset = self.script.unfenced_writes and script.mode is Mode.PUSH
         short = [fault for fault in self._struck if fault.is_short]
         is_quiet = all(fault.kind in CALM | HARMLESS for fault in self._struck)
+        has_cancels = any(fault.kind in _CANCELS for fault in self._struck)
         for fault in self._struck:
             is_harmless = fault.kind in HARMLESS and not (fault.kind is FaultKind.STRAY and fault.is_whole)
-            if is_harmless or short == [fault]:
+            # Where something is stopped meanwhile, the answer may come after `stop_timeout`: then its session is torn down.
+            may_fence = has_cancels and fault.for_s >= self.cluster.limits.stop_timeout / 2
+            if is_harmless or (short == [fault] and not may_fence):
                 continue
-            if fault.kind in (FaultKind.CANCEL_SOURCE, FaultKind.CANCEL_TARGET):
+            if fault.kind in _CANCELS:
                 is_first = attempt <= self._cancelled_at[fault] or not is_quiet
                 if key in self.clients[fault.number % len(self.clients)].keys and is_first:
                     return True
