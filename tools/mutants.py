@@ -100,7 +100,12 @@ _TESTS = {
     ),
     "agent/rank.py": ("agent/test_rank", "agent/test_backlog", "agent/test_summing", "agent/test_rank_shapes"),
     "agent/timers.py": ("agent/test_alarms", "agent/test_target"),
-    "agent/decline_notices.py": ("agent/test_decline_notices", "agent/test_declined_whole", "agent/test_target"),
+    "agent/decline_notices.py": (
+        "agent/test_decline_notices",
+        "agent/test_declined_whole",
+        "agent/test_target",
+        "agent/test_source_holds",
+    ),
     "agent/card_requests.py": (
         "agent/test_card_requests",
         "agent/test_coordinator",

@@ -326,6 +326,17 @@ def test_a_source_that_died_and_came_back_while_nothing_was_live_is_met_anew(pai
     assert pair.target.ranks.disconnected == [Incarnation("s1")]
 
 
+def test_a_request_that_names_the_successor_of_a_known_source_is_not_failed_by_the_known_card(pair: Pair) -> None:
+    pair.prefill()
+    pair.fetch()
+    pair.run()
+    pair.restart_source()
+    pair.prefill(key_of("next"))
+    pair.fetch(key_of("next"), incarnation="s2")
+    pair.run()
+    assert [(type(event), event.key) for event in pair.target.events] == [(Landed, KEY), (Landed, key_of("next"))]
+
+
 def test_a_request_for_an_incarnation_that_is_gone_fails_at_once_with_both(pair: Pair) -> None:
     pair.restart_source()
     pair.fetch(incarnation="s1")

@@ -294,10 +294,25 @@ class Fencing(Scripted):
         self.epochs.append(epoch)
 
 
-def scripted(transport: Scripted, *, unfenced_writes: bool = False) -> tuple[RankAgent, list[RankReport]]:
+class Full(Scripted):
+    """The same with batches of one byte, and it has room for so many more."""
+
+    batch_bytes = 1
+    room = 2
+
+    def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
+        if not self.room:
+            raise QueueFull("queue full")
+        self.room -= 1
+        return super().post(batch, after)
+
+
+def scripted(
+    transport: Scripted, *, unfenced_writes: bool = False, clock: Clock | None = None
+) -> tuple[RankAgent, list[RankReport]]:
     """An agent over a scripted transport, connected to one peer."""
     reports: list[RankReport] = []
-    clock = Clock()
+    clock = clock or Clock()
     agent = RankAgent(0, LAYOUT, transport, reports.append, clock=clock, transfer_timeout=30.0, unfenced_writes=unfenced_writes)
     agent.handle(Connect(card_with("source", transport.endpoint())))
     return agent, reports
@@ -557,16 +572,6 @@ def test_completions_behind_one_that_raises_are_left_for_another_turn(monkeypatc
 
 
 def test_what_waits_for_a_full_queue_is_not_posted_once_its_copy_is_being_stopped() -> None:
-    class Full(Scripted):
-        batch_bytes = 1
-        room = 2
-
-        def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
-            if not self.room:
-                raise QueueFull("queue full")
-            self.room -= 1
-            return super().post(batch, after)
-
     transport = Full(LateWrites.IMPOSSIBLE, {Direction.READ})
     agent, reports = scripted(transport)
     agent.handle(START)
@@ -580,3 +585,24 @@ def test_what_waits_for_a_full_queue_is_not_posted_once_its_copy_is_being_stoppe
     transport.finish(second)
     agent.poll()
     assert reports == [CopyStopped(COPY, 0)]
+
+
+def test_a_copy_that_failed_is_reported_with_its_first_error_whatever_becomes_of_the_queue() -> None:
+    transport, clock = Full(LateWrites.IMPOSSIBLE, {Direction.READ}), Clock()
+    agent, reports = scripted(transport, clock=clock)
+    other = CopyId(key_of("other"), 1, 1)
+    for order in (START, msgspec.structs.replace(START, copy=other)):
+        agent.handle(order)
+    agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (Span(0, 0, 2, 0, 1),)))
+    first, second = transport.posted
+    agent.handle(MoveSpans(other, SOURCE_BLOCKS, (Span(0, 0, 1, 0, 1),)))  # it waits, and the next one behind it
+    agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (Span(1, 2, 3, 0, 1),)))
+    transport.finish(first, moved=0, error="the cable is cut")
+    agent.poll()
+    assert reports == []
+    clock.now += 30.0
+    agent.poll()
+    assert reports == [CopyFailed(other, 0, "queue full; nothing was taken for 30 s")]
+    transport.finish(second, moved=0, error="cancelled")
+    agent.poll()
+    assert reports[1:] == [CopyFailed(COPY, 0, "the cable is cut")]

@@ -92,6 +92,13 @@ def test_a_heartbeat_that_names_a_grant_which_is_still_on_its_way_keeps_what_it_
     assert is_there_after(rig, LATER_S)
 
 
+def test_a_heartbeat_that_its_grant_has_overtaken_shows_that_the_target_is_alive(rig: Rig) -> None:
+    rig.serve()
+    rig.clock.now += LATER_S
+    rig.side.on_heartbeat(T1, waits(0))
+    assert is_there_after(rig, LATER_S)
+
+
 def test_what_is_being_stopped_gets_no_heartbeats(rig: Rig) -> None:
     rig.serve(writes=True)
     assert list(rig.side.beat()) == [T1]
@@ -176,6 +183,17 @@ def test_a_request_that_was_let_go_with_others_is_taken_when_it_comes_again(rig:
     rig.expect()
     rig.side.on_stop(T1, Stop(key=KEY, grant=0, outcome=Outcome.FAILED, reason="too long", prompt=""))
     assert [type(event) for event in rig.take_events()] == [SourceEnded]
+    rig.expect()
+    assert rig.state() is SourceState.QUEUED
+
+
+def test_a_target_that_waits_again_after_it_declined_all_is_not_sent_the_end_of_an_earlier_request(rig: Rig) -> None:
+    rig.expect()
+    rig.side.cancel(KEY, "enough")
+    rig.side.on_stop(T1, Stop(key=KEY, grant=0, outcome=Outcome.FAILED, reason="too long", prompt=""))
+    rig.post.take()
+    rig.side.on_heartbeat(T1, waits(0))
+    assert rig.post.take() == [], "it would end the request that waits now"
     rig.expect()
     assert rig.state() is SourceState.QUEUED
 

@@ -103,15 +103,19 @@ class InBlocks(Slow):
         return [7] * len(blocks.spans), size
 
 
-def test_whole_orders_are_summed_within_what_is_left_of_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank, "_AT_ONCE_BYTES", 0)
+def in_blocks_of_16() -> Layout:
+    """Two blocks of 16 tokens each, of which whole orders are summed."""
     (group,) = layout_of_tokens(1, BLOCKS).groups
     (plane,) = group.planes
     plane = msgspec.structs.replace(plane, block_stride=16)
-    even = msgspec.structs.replace(group, block_tokens=16, page_tokens=16, blocks=2, planes=(plane,))
+    return Layout(32, (msgspec.structs.replace(group, block_tokens=16, page_tokens=16, blocks=2, planes=(plane,)),))
+
+
+def test_whole_orders_are_summed_within_what_is_left_of_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank, "_AT_ONCE_BYTES", 0)
     reports: list[SpansSummed] = []
     memory = InBlocks()
-    summer = Summer(0, Layout(32, (even,)), memory, reports.append)
+    summer = Summer(0, in_blocks_of_16(), memory, reports.append)
     summer.turn_bytes = 40
     for name in "abc":
         summer.add(ask(name, Span(0, 0, 16, 0, 1), blocks=((0,),)))
@@ -120,6 +124,19 @@ def test_whole_orders_are_summed_within_what_is_left_of_a_turn(monkeypatch: pyte
         summer.work()
     assert memory.taken == [2, 1]
     assert [report.sums for report in reports] == [{0: ((0, 7),)}] * 3
+
+
+def test_an_order_that_is_too_long_for_any_turn_is_summed_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank, "_AT_ONCE_BYTES", 0)
+    reports: list[SpansSummed] = []
+    memory = InBlocks()
+    summer = Summer(0, in_blocks_of_16(), memory, reports.append)
+    summer.turn_bytes = 15
+    summer.add(ask("k", Span(0, 0, 16, 0, 1), blocks=((0,),)))
+    summer.work()
+    assert not summer.has_work
+    assert (memory.taken, memory.summed) == ([], [1])
+    assert [report.sums for report in reports] == [{0: ((0, 1),)}]
 
 
 def test_spans_of_one_order_are_reported_when_they_are_summed_each_once() -> None:

@@ -915,6 +915,15 @@ def test_a_request_that_is_taken_after_all_withdraws_the_notice_that_it_was_decl
     assert rig.sent(Stop) == []
 
 
+def test_a_source_that_asks_for_our_card_is_sent_its_notices_again(rig: Rig) -> None:
+    """It did not know us, and has dropped them."""
+    rig.side.decline(rig.request(), card_of("s1", RANKS), "no room")
+    rig.side.decline(rig.request(key_of("other")), card_of("s2", RANKS), "no room")
+    rig.post.take()
+    rig.side.resend_to(S1)
+    assert [stop.key for stop in rig.sent(Stop)] == [KEY]
+
+
 def test_a_source_that_is_gone_gets_no_notices(rig: Rig) -> None:
     rig.side.decline(rig.request(), card_of("s1", RANKS), "no room")
     rig.side.decline(rig.request(key_of("other")), card_of("s2", RANKS), "no room")
@@ -981,6 +990,15 @@ def test_what_ends_without_a_grant_is_declined_for_its_prompt_alone(rig: Rig) ->
     assert [(stop.grant, stop.prompt) for stop in rig.sent(Stop)] == [(0, "p")]
 
 
+def test_what_ends_with_a_grant_is_stopped_and_not_declined_too(rig: Rig) -> None:
+    """A decline is about whatever of that prompt has no grant: it would end the next request of the same key."""
+    rig.grant()
+    rig.side.cancel(KEY, "gone")
+    assert outcomes(rig.take_events()) == [Outcome.CANCELLED]
+    assert [stop.grant for stop in rig.sent(Stop)] == [1]
+    assert len(rig.side.decline_notices) == 0
+
+
 def test_a_heartbeat_of_another_source_renews_no_deadline(rig: Rig) -> None:
     rig.grant()
     rig.pass_time(0.9 * LIMITS.transfer_timeout)
@@ -1002,6 +1020,14 @@ def test_what_is_no_peer_is_sent_no_decline(rig: Rig) -> None:
     rig.side.on_refused_peer(ADDRESS, "it speaks HTTP")
     assert rig.post.sent == []
     assert rig.take_events() == [TargetEnded(KEY, Outcome.FAILED, "it speaks HTTP")]
+
+
+def test_what_is_no_peer_is_not_dialled_again_for_what_was_declined(rig: Rig) -> None:
+    rig.side.decline(rig.request(), None, "no room")
+    assert len(rig.sent(Hello)) == 1
+    rig.side.on_refused_peer(ADDRESS, "it speaks HTTP")
+    assert rig.post.sent == []
+    assert rig.side.next_deadline() is None
 
 
 def test_the_stop_of_a_grant_is_no_answer_to_a_notice(rig: Rig) -> None:
@@ -1083,6 +1109,17 @@ def test_what_was_written_and_is_summed_has_to_be_the_whole_cache() -> None:
     _sum_all(writing)
     assert writing.state() is TargetState.STOPPING
     assert "not the whole cache" in writing.side.live[KEY].reason
+
+
+def test_what_was_written_is_summed_when_the_last_announcement_is_in_also_where_the_confirmation_overtook_it() -> None:
+    writing = Rig(writes=True, settings=HandoffSettings(integrity=Integrity.FULL))
+    writing.grant()
+    writing.announce(0, 1)
+    writing.finish_prefill()
+    writing.confirm()
+    assert writing.ranks.sums == []
+    writing.announce(2)
+    assert [(rank, order.spans) for rank, order in writing.ranks.sums] == [(rank, SPANS) for rank in range(RANKS)]
 
 
 @pytest.mark.parametrize(("grant", "generation"), [(2, 1), (1, 2)])

@@ -151,3 +151,8 @@ def test_two_full_pools_cannot_wait_for_each_other(largest: int, data: st.DataOb
 def test_a_source_in_pull_leaves_room_for_one_of_the_largest_requests() -> None:
     assert Reserve.of(Mode.PULL, largest=4, total=20, both_roles=True).source == 4
     assert Reserve.of(Mode.PUSH, largest=4, total=20, both_roles=True).source == 8
+
+
+def test_a_target_leaves_room_for_a_source_with_a_grant_where_it_waits_for_one() -> None:
+    assert Reserve.of(Mode.PUSH, largest=4, total=20, both_roles=True).target == 4
+    assert Reserve.of(Mode.PULL, largest=4, total=20, both_roles=True).target == 0, "its source is complete"

@@ -228,6 +228,14 @@ def test_after_a_retraction_nothing_moves_before_everything_is_quiet() -> None:
             assert (SourceEffect.NOTIFY_DRAINED in source_row.effects) == (source_event is SourceEvent.QUIET)
 
 
+def test_a_retraction_stops_what_is_being_moved_and_forgets_what_was() -> None:
+    """Without the stop no rank would report that it is quiet, and the hand-off would stay in CLEARING."""
+    into = {key: row for key, row in TARGET.rows.items() if row.state is TargetState.CLEARING is not key[0]}
+    assert into.keys() == {(state, TargetEvent.RETRACTED) for state in (TargetState.FILLING, TargetState.CONFIRMING)}
+    for row in into.values():
+        assert row.effects == (TargetEffect.DROP_SPANS, TargetEffect.STOP_COPY)
+
+
 def test_a_copy_reports_its_end_once_and_only_when_drained() -> None:
     reports = {CopyEffect.REPORT_FAILED, CopyEffect.REPORT_STOPPED}
     for (_, event), row in COPY.rows.items():
