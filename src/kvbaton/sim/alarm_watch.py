@@ -18,12 +18,16 @@ def watch_alarms(timers: Timers, find: Callable[[str], None]) -> None:
     ring = timers.ring
 
     def watched(now: float) -> Iterator[HandoffKey]:
-        due = {key: when for key, when in timers.times.items() if when <= now}
+        before = {key: when for key, when in timers.times.items() if when <= now}
+        due = dict(before)
         for key in ring(now):
             if due.pop(key, None) is None:
                 find(f"{key} is looked at before its time")
             yield key
-        if left := [key for key, when in due.items() if timers.times.get(key) == when]:
+        # One that is set for the past meanwhile rings the next time, which is at once, and those behind it with it.
+        is_set_back = any(when <= now and before.get(key) != when for key, when in timers.times.items())
+        left = [key for key, when in due.items() if timers.times.get(key) == when]
+        if left and not is_set_back:
             find(f"{left} are due, and are not looked at")
         if (kept := len(vars(timers)["_heap"])) > 2 * len(timers) + _MOST_DROPPED:
             find(f"{kept} alarms are kept, of which {len(timers)} will ring")
