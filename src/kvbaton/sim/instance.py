@@ -638,7 +638,7 @@ class SimInstance:
         self._reactions.sent(recipient, message)
         for watch in (self.source_watch, self.target_watch):
             if problem := watch.sent_problem(recipient, message):
-                self.cluster.world.find("as set", f"{self.process.name}: {problem}")
+                self._find("as set", problem)
         if isinstance(message, _QUESTIONS):
             self._questions.asked(message.key, self.local_now())
         if isinstance(message, Grant):
@@ -866,7 +866,7 @@ class SimInstance:
         if self.thread is None:
             calls = StrayCalls(self.coordinator, self._events, self._sent, self.cluster.world.random)
             if problem := calls.make(number, may_fail=may_fail):
-                self.cluster.world.find("left alone", f"{self.process.name}: {problem}")
+                self._find("left alone", problem)
 
     def stop_engine(self, until: float, *, hangs: bool) -> None:
         """Let the engine do nothing until then: it hangs, or it takes its steps all the same. The agents go on."""
@@ -1107,7 +1107,7 @@ class SimInstance:
             self.cluster.world.note(f"{self.process.name}: {event}")
         self._check_released(event)
         if self.thread is None and (problem := self.source_watch.event_problem(event)):
-            self.cluster.world.find("counted", f"{self.process.name}: {problem}")
+            self._find("counted", problem)
         if event.key in self._unsummed and isinstance(event, SourceEnded | TargetEnded) and _NO_SUM not in event.reason:
             self.cluster.world.find("named end", f"{self.process.name}: a span could not be summed: {event}")
         self.cluster.watch.on_event(self.process.name, event)
@@ -1172,7 +1172,7 @@ class SimInstance:
         was_live = key in live
         call(key, prompt)
         if problem := self._reactions.admitted(key, prompt, is_declined=not was_live and key not in live):
-            self.cluster.world.find("taken", f"{self.process.name}: {problem}")
+            self._find("taken", problem)
 
     def _refuse(self, call: Callable[[HandoffKey, str], None], key: HandoffKey, reason: str) -> None:
         """The engine refuses a request: what its target has granted, or will, ends."""
@@ -1189,39 +1189,39 @@ class SimInstance:
 
     def _check_times(self, now: float) -> None:
         for problem in self.source_watch.time_problems(now):
-            self.cluster.world.find("on time", f"{self.process.name}: {problem}")
+            self._find("on time", problem)
 
     def _check_records(self) -> None:
         source, target = self.coordinator.source, self.coordinator.target
         now = self.local_now()
         self._check_times(now)
         for problem in self.source_watch.sum_problems():
-            self.cluster.world.find("nothing kept", f"{self.process.name}: {problem}")
+            self._find("nothing kept", problem)
         if problem := self._reactions.unanswered():
-            self.cluster.world.find("taken", f"{self.process.name}: {problem}")
+            self._find("taken", problem)
         if self.gone and not self.cluster.most_peers:
             for problem in gone_problems(self.coordinator, self.gone):
-                self.cluster.world.find("taken", f"{self.process.name}: {problem}")
+                self._find("taken", problem)
         if not self._notices.is_idle:
             for key in target.live:
                 self._notices.settled(key)
             for problem in self._notices.problems(now, self.gone):
-                self.cluster.world.find("on time", f"{self.process.name}: {problem}")
+                self._find("on time", problem)
         for problem in address_problems(self.coordinator):
-            self.cluster.world.find("nothing kept", f"{self.process.name}: {problem}")
+            self._find("nothing kept", problem)
         for problem in self._dials.problems(now, self.unanswered):
-            self.cluster.world.find("on time", f"{self.process.name}: {problem}")
+            self._find("on time", problem)
         for problem in self._questions.problems(now):
-            self.cluster.world.find("on time", f"{self.process.name}: {problem}")
+            self._find("on time", problem)
         if source.live or target.live:
             for problem in self._causes.problems(source, target):
-                self.cluster.world.find("named end", f"{self.process.name}: {problem}")
+                self._find("named end", problem)
             for problem in count_problems(source, target, len(self.agents)):
-                self.cluster.world.find("counts agree", f"{self.process.name}: {problem}")
+                self._find("counts agree", problem)
             for problem in alarm_problems(source, target):
-                self.cluster.world.find("alarm", f"{self.process.name}: {problem}")
+                self._find("alarm", problem)
             for problem in () if self.cluster.is_forgetful else sequence_problems(target):
-                self.cluster.world.find("counts agree", f"{self.process.name}: {problem}")
+                self._find("counts agree", problem)
         # A driver handles several messages before its thread is looked at: what has got further may be void by then.
         if self.thread is None:
             for problem in self._engine_watch.problems():
@@ -1240,7 +1240,7 @@ class SimInstance:
         if deadline is not None and not (source.live or target.live or any(waited_for)):
             self.cluster.world.find("alarm", f"{self.process.name}: nothing is waited for, and its next turn is at {turn}")
         for problem in beat_problems(coordinator):
-            self.cluster.world.find("alarm", f"{self.process.name}: {problem}")
+            self._find("alarm", problem)
         if source.live or target.live:
             own = vars(coordinator)
             gone_at, beat_at = own["_gone_check_at"], own["_beaten_at"] + coordinator.beat_interval_s
