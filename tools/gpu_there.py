@@ -82,6 +82,8 @@ STEPS: dict[str, Step] = {
     "tiny-push": small("--transport cuda --mode push --concurrency 8"),
     "tiny-pull": small("--transport cuda --mode pull --concurrency 8"),
     "tiny-tcp": small("--transport tcp --mode push --concurrency 4"),
+    "tiny-tcp-written": small("--transport tcp --fenced-writes --mode push --concurrency 4"),
+    "tiny-tcp-written-drop": small("--transport tcp --fenced-writes --mode push --drop-writes", fails=True),
     "tiny-nixl": small("--transport nixl --mode pull --concurrency 4"),
     "tiny-virtual": small("--transport cuda --mode push --concurrency 4", engine="--enable-cumem-allocator"),
     "tiny-block-64": small("--transport cuda --mode push --concurrency 4", engine="--block-size 64"),

@@ -80,6 +80,8 @@ _TESTS = {
         "agent/test_coordinator",
         "agent/test_sums",
         "agent/test_aux_by_data",
+        "agent/test_counted_writes",
+        "agent/test_lost_writers",
     ),
     "agent/source.py": (
         "agent/test_source",
@@ -89,6 +91,7 @@ _TESTS = {
         "agent/test_declined_whole",
         "agent/test_sums",
         "agent/test_aux_by_data",
+        "agent/test_counted_writes",
     ),
     "agent/coordinator.py": (
         "agent/test_coordinator",
@@ -97,6 +100,7 @@ _TESTS = {
         "agent/test_target",
         "agent/test_decline_notices",
         "agent/test_source_holds",
+        "agent/test_lost_writers",
     ),
     "agent/rank.py": ("agent/test_rank", "agent/test_backlog", "agent/test_summing", "agent/test_rank_shapes"),
     "agent/timers.py": ("agent/test_alarms", "agent/test_target"),

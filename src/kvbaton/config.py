@@ -156,6 +156,9 @@ class HandoffSettings:
     unfenced_writes
         in push, let the prefill instance write into the decode instance's memory, over `nixl`, `mooncake` or `mori`; nothing
         can take that right back from one that hangs. Both instances need the same value; without it the decode instance reads.
+    fenced_writes
+        the same over `tcp`, where the decode instance's own process stores what comes, and refuses it once it has taken the
+        right back. A hand-over then needs no round trip after the last layer. Both instances need the same value.
     """
 
     mode: Mode = Mode.PUSH
@@ -163,6 +166,7 @@ class HandoffSettings:
     aux_channel: AuxChannel = AuxChannel.CONTROL
     on_failure: OnFailure = OnFailure.FAIL
     unfenced_writes: bool = False
+    fenced_writes: bool = False
 
 
 DEFAULT_HANDOFF = HandoffSettings()

@@ -9,6 +9,7 @@ and topologies in `tests/unit/core/`, prefix hits, chunks and preemption in `tes
 | `test_bad_announcements.py` | block lists, spans and aux records that make no sense |
 | `test_control_frames.py` | frames that are no messages, and messages in the wrong state |
 | `test_corrupt_transfers.py` | a corrupt byte in transit |
+| `test_fenced_writers.py` | a writing source that wakes up late or was killed changes no byte of freed blocks |
 | `test_hostile_bodies.py` | bodies that would take memory or time: long, wide and deep ones, by the megabyte |
 | `test_hostile_inputs.py` | bad bodies, sources that never answer, garbage on the control port, no traffic at all |
 | `test_http_key.py` | without the cluster key, HTTP clients list, release and start no hand-off, and have no host dialled |

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from kvbaton.transport.memory import MemoryHub, MemoryTransport
 from kvbaton.transport.table import (
     AUTO,
     Direction,
+    LateWrites,
     Reference,
     TransportEntry,
     TransportVariant,
@@ -26,7 +28,7 @@ from kvbaton.transport.table import (
     transport_entry,
 )
 
-__all__ = ["HOST_KINDS", "READ_KINDS", "WRITE_KINDS", "ContractKind", "find_kind", "params"]
+__all__ = ["FENCED_KINDS", "HOST_KINDS", "READ_KINDS", "WRITE_KINDS", "ContractKind", "find_kind", "params"]
 
 _HUB = MemoryHub()
 
@@ -44,6 +46,10 @@ class ContractKind:
     def has_processes(self) -> bool:
         """Whether each side is a process of its own."""
         return not self.in_process
+
+    def choice(self, writes: bool) -> dict[str, Any]:
+        """The setting that lets it write, as the entry requires it."""
+        return self.entry.writing(writes)
 
     def open(self, region: Region, settings: TransportSettings, faults: Faults | None = None) -> Transport:
         """A transport over `region`, with faults where there are some."""
@@ -80,6 +86,9 @@ def _faulty_writer(kinds: list[ContractKind]) -> list[ContractKind]:
 
 
 _FROM_TABLE = [_kind_of(entry, variant) for entry in transport_entries() for variant in entry.variants]
+FENCED_KINDS = [
+    kind for kind in _FROM_TABLE if kind.entry.promises.get(Direction.WRITE) is LateWrites.REVOCABLE and kind.has_processes
+]
 _WRITERS = [kind for kind in _FROM_TABLE if Direction.WRITE in kind.entry.promises]
 
 READ_KINDS = [*_for_tests_only(), *_FROM_TABLE]

@@ -1,7 +1,8 @@
 """The suite for transports that write where that was chosen: every byte at the peer, nothing else there, and what can go wrong.
 
-What an unfenced transport cannot promise is not asserted: that a write which *failed*, because the peer stood still or the link
-was cut, leaves nothing behind. What the library or the kernel had on its way may land when the peer goes on.
+What no transport that writes can promise is not asserted: that a write which *failed*, because the peer stood still or the link
+was cut, leaves nothing behind. What the library or the kernel had on its way may land when the peer goes on, unless that peer
+can fence its writers: `test_transport_fences.py`.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def test_reads_and_writes_with_one_peer_do_not_disturb_each_other(pair: tuple[Wr
 
 def test_negative_control_a_transport_that_drops_the_writes_goes_red(rig: WriteRig) -> None:
     writer, holder = rig.writer(MIB, faults=Faults(drop_writes=True)), rig.holder(MIB)
-    writer.transport.connect(holder.peer, holder.endpoint)
+    rig.join(writer, holder)
     runs = scattered(64)
     completion = writer.write(holder, runs)
     assert (completion.error, completion.moved_bytes) == ("", int(runs[:, 2].sum()))
@@ -116,7 +117,7 @@ def test_negative_control_a_transport_that_drops_the_writes_goes_red(rig: WriteR
 
 def test_ranges_are_those_of_the_source_here_and_the_target_there(rig: WriteRig) -> None:
     writer, holder = rig.writer(MIB), rig.holder(2 * MIB)
-    writer.transport.connect(holder.peer, holder.endpoint)
+    rig.join(writer, holder)
     refused: list[tuple[Runs, str]] = [
         (make_runs((0, 0, 8), (MIB - 7, 0, 8)), f"run 1: source offset {MIB - 7} .* the source region of {MIB} bytes"),
         (make_runs((0, 2 * MIB - 7, 8)), f"run 0: target offset {2 * MIB - 7} .* the target region of {2 * MIB} bytes"),
@@ -133,26 +134,26 @@ def test_ranges_are_those_of_the_source_here_and_the_target_there(rig: WriteRig)
     assert holder.holds(writer.content, runs)
 
 
-def test_declares_that_writes_are_unfenced(pair: tuple[Writer, Holder]) -> None:
+def test_declares_what_its_entry_promises(rig: WriteRig, pair: tuple[Writer, Holder]) -> None:
     writer, _ = pair
-    assert writer.transport.late_writes is LateWrites.UNFENCED
+    assert writer.transport.late_writes is rig.kind.entry.promises[Direction.WRITE]
     assert writer.transport.directions == {Direction.READ, Direction.WRITE}
 
 
 def test_without_the_choice_nothing_is_written_and_the_setting_is_named(rig: WriteRig) -> None:
-    cautious, holder = rig.writer(MIB, unfenced_writes=False), rig.holder(MIB)
+    cautious, holder = rig.writer(MIB, writes=False), rig.holder(MIB)
     cautious.transport.connect(holder.peer, holder.endpoint)
     assert cautious.transport.late_writes is LateWrites.IMPOSSIBLE
     assert cautious.transport.directions == {Direction.READ}
-    with pytest.raises(TransportError, match=r"does not write; .*unfenced_writes \(--unfenced-writes\)"):
+    with pytest.raises(TransportError, match=r"does not write; .*fenced_writes \(--(un)?fenced-writes\)"):
         cautious.post(holder, make_runs((0, 0, KIB)))
     assert holder.holds(cautious.content, make_runs())
 
 
 def test_a_peer_that_has_not_chosen_it_is_not_written_to(rig: WriteRig) -> None:
-    writer, reader = rig.writer(MIB), rig.holder(MIB, unfenced_writes=False)
+    writer, reader = rig.writer(MIB), rig.holder(MIB, writes=False)
     writer.transport.connect(reader.peer, reader.endpoint)
-    with pytest.raises(TransportError, match="'holder1' rank 0 does not take writes: set unfenced_writes"):
+    with pytest.raises(TransportError, match=r"'holder1' rank 0 does not take writes: set (un)?fenced_writes"):
         writer.post(reader, make_runs((0, 0, KIB)))
     assert reader.holds(writer.content, make_runs())
     completion = writer.transport.post(Batch(reader.peer, Direction.READ, make_runs((0, 0, KIB))))
@@ -160,15 +161,16 @@ def test_a_peer_that_has_not_chosen_it_is_not_written_to(rig: WriteRig) -> None:
 
 
 def test_another_incarnation_is_not_written_to(rig: WriteRig) -> None:
-    """The endpoint of one that is gone, its memory now another's: the mark is looked at before the first byte."""
+    """The endpoint of one that is gone, its memory now another's: mark, or token, is looked at before the first byte."""
     if rig.kind.is_faulty:
         pytest.skip("the same as without faults")
     writer, holder = rig.writer(MIB), rig.holder(MIB)
-    details = holder.endpoint.details | {"mark": int(holder.endpoint.details["mark"]) ^ 2}
-    writer.transport.connect(holder.peer, type(holder.endpoint)(holder.endpoint.transport, MIB, details))
+    details = holder.endpoint.details
+    other: dict[str, str | int] = {"mark": int(details["mark"]) ^ 2} if "mark" in details else {"token": "00" * 16}
+    writer.transport.connect(holder.peer, type(holder.endpoint)(holder.endpoint.transport, MIB, details | other))
     completion = writer.write(holder, make_runs((0, 0, MIB)))
-    assert completion.error.startswith("PeerLost")
-    assert "its mark is" in completion.error
+    assert completion.error.startswith("PeerLost" if "mark" in details else "PeerRefused")
+    assert ("its mark is" if "mark" in details else "is not that of this process") in completion.error
     assert holder.holds(writer.content, make_runs())
 
 
@@ -203,7 +205,7 @@ def test_a_peer_that_stands_still_is_an_error_in_time_and_harms_no_other(rig: Wr
         pytest.skip("a peer in this process cannot stand still alone")
     writer, stuck = rig.pair(MIB, timeout_s=1.5)
     other = rig.holder(MIB)
-    writer.transport.connect(other.peer, other.endpoint)
+    rig.join(writer, other)
     assert stuck.process is not None
     pause(stuck.process.pid)
     waiting = writer.post(stuck, make_runs((0, 0, 100_000)))
@@ -275,7 +277,7 @@ def test_close_with_writes_in_flight_then_quiet_at_the_peer(rig: WriteRig) -> No
 def test_the_queue_is_bounded_and_fair(rig: WriteRig) -> None:
     writer, holder = rig.pair(MIB, max_in_flight=3)
     other = rig.holder(MIB)
-    writer.transport.connect(other.peer, other.endpoint)
+    rig.join(writer, other)
     tickets = [writer.post(holder, make_runs((0, n * KIB, KIB)), lambda: False) for n in range(3)]
     with pytest.raises(QueueFull, match="queue full"):
         writer.post(holder, make_runs((0, 0, 1)))

@@ -1,7 +1,7 @@
 """The other side of the transport contract, as a process of its own: a region with a known content, until stdin ends.
 
-A line on stdin withdraws the region; the process lives on. Instead of known content the region may be a file that is handed
-over open, and then it may be written to.
+A line on stdin has it connect to a writer, or withdraw the region; the process lives on. Instead of known content the region
+may be a file that is handed over open, and then it may be written to.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ import numpy.typing as npt
 from contract_kinds import find_kind
 
 from kvbaton.core.handoff import Incarnation
-from kvbaton.transport.base import Region, TransportSettings
+from kvbaton.transport.base import Endpoint, PeerRank, Region, TransportSettings
 from kvbaton.transport.table import load
 
-__all__ = ["POISON", "content"]
+__all__ = ["POISON", "WRITER", "content"]
+
+WRITER = PeerRank(Incarnation("writer"))
+"""The one that writes."""
 
 POISON = 0xA5
 """What target memory holds before a batch; no byte of `content` has this value."""
@@ -38,15 +41,18 @@ def main() -> None:
     # What is written must stay in the file, which the test maps too.
     region = Region.of(bytes_there) if shared else load(found.variant.memory)(bytes_there)[0]
     takes_writes = shared[1:] == ["writes"]
-    settings = TransportSettings(incarnation=Incarnation(incarnation), host=host, unfenced_writes=takes_writes)
+    settings = TransportSettings(incarnation=Incarnation(incarnation), host=host, **found.choice(takes_writes))
     transport = found.open(region, settings)
     sys.stdout.buffer.write(msgspec.json.encode(transport.endpoint()) + b"\n")
     sys.stdout.flush()
-    if sys.stdin.readline():
-        transport.close()
-        sys.stdout.write("withdrawn\n")
+    for line in sys.stdin:
+        order, _, writer = line.partition(" ")
+        if order == "connect":
+            transport.connect(WRITER, msgspec.json.decode(writer, type=Endpoint))
+        else:
+            transport.close()
+        sys.stdout.write("connected\n" if order == "connect" else "withdrawn\n")
         sys.stdout.flush()
-        sys.stdin.read()
     transport.close()
 
 

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from contract_kinds import ContractKind
-from transport_peer import POISON, content
+from transport_peer import POISON, WRITER, content
 from transport_rig import BIG, KIB, PATIENCE_S, PEER_SCRIPT, WHOLE, wait_until
 
 from kvbaton.core.handoff import Incarnation
@@ -26,6 +26,7 @@ from kvbaton.transport.base import (
     Completion,
     Direction,
     Endpoint,
+    LateWrites,
     PeerRank,
     Region,
     Runs,
@@ -50,7 +51,11 @@ class Holder:
     memory: npt.NDArray[np.uint8]
     kill: Callable[[], None]
     withdraw: Callable[[], None]
+    connect: Callable[[Endpoint], None]
+    """Connect the writer from its side too, as both ends of a hand-off do."""
     process: subprocess.Popen[bytes] | None = None
+    transport: Transport | None = None
+    """Where it is in this process."""
 
     def holds(self, content_there: npt.NDArray[np.uint8], runs: Runs | Plan) -> bool:
         """Whether memory is what it should be after `runs`, poison everywhere else included."""
@@ -74,9 +79,11 @@ class Writer:
     memory: npt.NDArray[np.uint8]
     transport: Transport
 
-    def post(self, holder: Holder, runs: Runs | Plan, after: AfterEvent | None = None) -> Ticket:
+    def post(
+        self, holder: Holder, runs: Runs | Plan, after: AfterEvent | None = None, epoch: int = 0, notice: bytes = b""
+    ) -> Ticket:
         """Write `runs` to `holder`."""
-        return self.transport.post(Batch(holder.peer, Direction.WRITE, runs), after)
+        return self.transport.post(Batch(holder.peer, Direction.WRITE, runs, epoch, notice), after)
 
     def wait(self, count: int = 1) -> list[Completion]:
         """The next `count` completions, in order of arrival."""
@@ -87,9 +94,9 @@ class Writer:
         assert len(found) == count
         return found
 
-    def write(self, holder: Holder, runs: Runs | Plan) -> Completion:
+    def write(self, holder: Holder, runs: Runs | Plan, epoch: int = 0, notice: bytes = b"") -> Completion:
         """Post `runs` and wait for the completion."""
-        ticket = self.post(holder, runs)
+        ticket = self.post(holder, runs, None, epoch, notice)
         completion = self.wait()[0]
         assert completion.ticket == ticket
         return completion
@@ -105,29 +112,36 @@ class WriteRig:
     """Makes writers and holders for one kind of transport, and takes them down again."""
 
     kind: ContractKind
+    in_process: bool = False
+    """Whether holders are in this process, where the test can fence writers."""
     _undo: list[Callable[[], None]] = field(default_factory=list)
     _made: int = 0
 
-    def writer(self, region_bytes: int, faults: Faults | None = None, **settings: Any) -> Writer:
+    def writer(self, region_bytes: int, faults: Faults | None = None, writes: bool = True, **settings: Any) -> Writer:
         """A region of known content with its transport."""
         memory = content(_SOURCE_SEED, region_bytes)
-        chosen = {"incarnation": Incarnation("writer"), "unfenced_writes": True, **settings}
+        chosen = {"incarnation": WRITER.incarnation, **self.kind.choice(writes), **settings}
         transport = self.kind.open(Region.of(memory), TransportSettings(**chosen), faults)
         self._undo.append(transport.close)
         return Writer(memory.copy(), memory, transport)
 
-    def holder(self, region_bytes: int, **settings: Any) -> Holder:
-        """A peer to write to, on its own."""
+    def holder(self, region_bytes: int, writes: bool = True, **settings: Any) -> Holder:
+        """A peer to write to, on its own; `settings` are for one in this process."""
         self._made += 1
         peer = PeerRank(Incarnation(f"holder{self._made}"))
-        return (
-            self._spawn(peer, region_bytes, settings) if self.kind.has_processes else self._seat(peer, region_bytes, settings)
-        )
+        is_process = self.kind.has_processes and not self.in_process
+        return self._spawn(peer, region_bytes, writes) if is_process else self._seat(peer, region_bytes, writes, settings)
+
+    def join(self, writer: Writer, holder: Holder) -> None:
+        """Connect both, each from its side."""
+        if LateWrites.REVOCABLE in self.kind.entry.promises.values():
+            holder.connect(writer.transport.endpoint())
+        writer.transport.connect(holder.peer, holder.endpoint)
 
     def pair(self, region_bytes: int, **settings: Any) -> tuple[Writer, Holder]:
         """A writer and a holder of equal size, connected."""
         writer, holder = self.writer(region_bytes, **settings), self.holder(region_bytes)
-        writer.transport.connect(holder.peer, holder.endpoint)
+        self.join(writer, holder)
         return writer, holder
 
     def interrupted(self, act: Callable[[Writer, Holder, Ticket], None], **settings: Any) -> tuple[Writer, Holder, Completion]:
@@ -147,20 +161,24 @@ class WriteRig:
         while self._undo:
             self._undo.pop()()
 
-    def _seat(self, peer: PeerRank, region_bytes: int, settings: dict[str, Any]) -> Holder:
+    def _seat(self, peer: PeerRank, region_bytes: int, writes: bool, settings: dict[str, Any]) -> Holder:
         memory = np.full(region_bytes, POISON, np.uint8)
-        chosen = {"incarnation": peer.incarnation, "unfenced_writes": True, **settings}
+        chosen = {"incarnation": peer.incarnation, **self.kind.choice(writes), **settings}
         transport = self.kind.open(Region.of(memory), TransportSettings(**chosen))
         self._undo.append(transport.close)
-        return Holder(peer, transport.endpoint(), memory, transport.close, transport.close)
 
-    def _spawn(self, peer: PeerRank, region_bytes: int, settings: dict[str, Any]) -> Holder:
+        def connect(endpoint: Endpoint) -> None:
+            transport.connect(WRITER, endpoint)
+
+        return Holder(peer, transport.endpoint(), memory, transport.close, transport.close, connect, transport=transport)
+
+    def _spawn(self, peer: PeerRank, region_bytes: int, writes: bool) -> Holder:
         """The memory is a file without a name, which both processes map."""
         fd = os.memfd_create("kvbaton-test-holder")
         os.ftruncate(fd, region_bytes)
         memory = np.frombuffer(mmap.mmap(fd, region_bytes), np.uint8)
         memory[:] = POISON
-        takes = "writes" if settings.get("unfenced_writes", True) else "reads"
+        takes = "writes" if writes else "reads"
         arguments = [self.kind.variant.kind, "127.0.0.1", str(region_bytes), "0", peer.incarnation, str(fd), takes]
         command = [sys.executable, str(PEER_SCRIPT), *arguments]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(fd,))
@@ -170,14 +188,20 @@ class WriteRig:
             process.kill()
             process.communicate(timeout=PATIENCE_S)
 
-        def withdraw() -> None:
+        def order(words: bytes, answer: bytes) -> None:
             assert process.stdin is not None
             assert process.stdout is not None
-            process.stdin.write(b"withdraw\n")
+            process.stdin.write(words + b"\n")
             process.stdin.flush()
-            assert process.stdout.readline() == b"withdrawn\n"
+            assert process.stdout.readline() == answer + b"\n"
+
+        def connect(endpoint: Endpoint) -> None:
+            order(b"connect " + msgspec.json.encode(endpoint), b"connected")
+
+        def withdraw() -> None:
+            order(b"withdraw", b"withdrawn")
 
         self._undo.append(kill)
         assert process.stdout is not None
         endpoint = msgspec.json.decode(process.stdout.readline(), type=Endpoint)
-        return Holder(peer, endpoint, memory, kill, withdraw, process)
+        return Holder(peer, endpoint, memory, kill, withdraw, connect, process)

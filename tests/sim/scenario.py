@@ -73,6 +73,11 @@ class Flow:
         return self.mode is Mode.PUSH and (self.unfenced_writes or self.late_writes is LateWrites.REVOCABLE)
 
     @property
+    def counts_arrivals(self) -> bool:
+        """Whether the target counts what the source writes, so that the last byte ends the hand-off and no message does."""
+        return self.source_writes and self.late_writes is LateWrites.REVOCABLE
+
+    @property
     def fences(self) -> int:
         """How many times `stop_timeout` passes before a source that says nothing can no longer write."""
         return (2 if self.unfenced_writes else 1) if self.source_writes else 0

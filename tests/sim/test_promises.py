@@ -200,7 +200,9 @@ def test_message_doubled_or_late(flow: Flow, kind: FaultKind) -> None:
     for who, other in (("p0", "d0"), ("d0", "p0")):
         worst = _worst(flow, Fault(kind, who=who, other=other, number=3, for_s=1.0), step=5)
         assert worst.ends == {BOTH_DELIVERED}
-        assert worst.counted.keys() & {"announced", "confirmed", "release"}
+        # Where the target counts what is written, the last byte comes after everything that the source has sent twice.
+        is_in_time = flow.counts_arrivals and kind is FaultKind.DOUBLE and who == "p0"
+        assert bool(worst.counted.keys() & {"announced", "confirmed", "release"}) is not is_in_time
         assert worst.back["p0"] < LIMITS.retry + LIMITS.beat_s + NORMAL_S
 
 
@@ -264,7 +266,9 @@ def test_source_restarted_on_the_same_address(flow: Flow) -> None:
 @every_flow
 def test_target_restarted_on_the_same_address(flow: Flow) -> None:
     """To the source it is a death: the new incarnation has no part in what the old one had."""
-    worst = _worst(flow, Fault(FaultKind.RESTART, who="d0"))
+    # At every event: a source whose writes fail sends nothing more, and where the target counts what is written, only one event
+    # lies between the last acknowledged byte and the release.
+    worst = _worst(flow, Fault(FaultKind.RESTART, who="d0"), step=1)
     assert worst.back["p0"] < HOLD_S + NORMAL_S
     assert worst.counted["for an earlier incarnation"]
 

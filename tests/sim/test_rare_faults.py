@@ -8,13 +8,13 @@ import msgspec
 import pytest
 from scenario import (
     BOTH_DELIVERED,
+    FLOWS,
     HOP_S,
     Flow,
     Story,
     at_every_event,
     disturbed,
     every_flow,
-    every_read,
     first_broken,
     make,
     play,
@@ -47,7 +47,10 @@ def _fence_s(flow: Flow) -> float:
     return flow.fences * LIMITS.stop_timeout
 
 
-@every_read
+every_safe_flow = pytest.mark.parametrize("flow", [flow for flow in FLOWS if not flow.unfenced_writes], ids=str)
+
+
+@every_safe_flow
 @every_side
 def test_two_processes_at_one_address(who: str, flow: Flow) -> None:
     """The first goes on, sends and copies, and gets no answer any more: it ends everything by its own limits."""

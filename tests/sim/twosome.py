@@ -29,6 +29,14 @@ class _InstantRanks:
     def executor(self) -> Executor:
         return Executor.TARGET_READS
 
+    @property
+    def counts_arrivals(self) -> bool:
+        return False
+
+    @property
+    def fences_writers(self) -> bool:
+        return False
+
     def send_all(self, order: RankOrder) -> None:
         self.send(0, order)
 

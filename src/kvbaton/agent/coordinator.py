@@ -15,6 +15,7 @@ from kvbaton.agent.card_requests import is_answer_after
 from kvbaton.agent.engine_port import Allocation, Offer, SourceRequest
 from kvbaton.agent.ports import Clock, Control, EnginePort, Ranks
 from kvbaton.agent.rank_orders import (
+    Arrived,
     AuxRead,
     Connect,
     CopyFailed,
@@ -24,6 +25,7 @@ from kvbaton.agent.rank_orders import (
     RankReport,
     RegionFenced,
     SpansMoved,
+    SpansPlanned,
     SpansSummed,
 )
 from kvbaton.agent.source import SourceSide
@@ -121,7 +123,7 @@ class Peers:
         self._cards.move_to_end(card.incarnation)
         if before is None or before.incarnation == card.incarnation:
             return None
-        # Two processes cannot listen at one address: the one that answered there before is dead.
+        # Two processes cannot listen at one address: the one that answered there before is dead, or gets nothing sent any more.
         self.forget(before.incarnation)
         return before.incarnation
 
@@ -322,6 +324,10 @@ class Coordinator:
                 self._on_region_fenced(report)
             case AuxRead():
                 self.target.on_aux_read(report)
+            case SpansPlanned():
+                self.source.on_planned(report)
+            case Arrived():
+                self.target.on_arrived(report)
             case _:
                 assert_never(report)
 
@@ -469,6 +475,7 @@ class Coordinator:
             log.error("%s%s", shown(text, 2000), f" ({held_back} similar lines held back)" if held_back else "")
 
     def _lose(self, incarnation: Incarnation, reason: str) -> None:
+        # Fenced first: a rank that has disconnected a peer does not know any more which of its ranks could write.
+        self.target.on_peer_gone(incarnation, reason)
         self._ranks.send_all(Disconnect(incarnation))
         self.source.on_peer_gone(incarnation, reason)
-        self.target.on_peer_gone(incarnation, reason)

@@ -115,6 +115,14 @@ class Ranks(Protocol):
     """The rank agents of this instance, as the coordinator sees them. Answers come back as `RankReport`s."""
 
     @property
+    def counts_arrivals(self) -> bool:
+        """Whether the ranks report what peers have written into their memory, so that no message of the source is needed."""
+
+    @property
+    def fences_writers(self) -> bool:
+        """Whether the ranks can end the right of a peer to write into their memory, and report that (`RevokePeer`)."""
+
+    @property
     def executor(self) -> Executor:
         """Which side executes the copies into this instance's memory, by the promise of its transport."""
 

@@ -13,7 +13,7 @@ import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 import msgspec
 import numpy as np
@@ -30,15 +30,32 @@ from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Incarnation, 
 from kvbaton.core.layout import Layout
 from kvbaton.core.legs import Leg, assign_legs
 from kvbaton.core.lifecycle import COPY, CopyEffect, CopyEvent, CopyState, CopyTable
+from kvbaton.core.members import members_of
 from kvbaton.core.pair import Pair, Share, pair_layouts
 from kvbaton.core.plan import BlockRuns, plan_blocks, plan_layers
 from kvbaton.core.strips import Plan, Runs, count_bytes, count_runs, cut_runs
 from kvbaton.core.timeline import Side
 from kvbaton.errors import ConfigError, KVBatonError, QueueFull, TransportError
-from kvbaton.transport.base import Batch, Completion, Direction, FencingTransport, LateWrites, PeerRank, Ticket, Transport
+from kvbaton.transport.base import (
+    Arrival,
+    Batch,
+    Completion,
+    Direction,
+    LateWrites,
+    PeerRank,
+    ReportingTransport,
+    Ticket,
+    Transport,
+    fencing_of,
+)
 from kvbaton.transport.runs import RegionSummer, load_loops
 
 __all__ = ["NO_CONTROLS", "Backlog", "Part", "RankAgent", "RankControls", "RegionMemory", "Summer"]
+
+if not TYPE_CHECKING:
+    CopyEffect, CopyEvent, CopyState, Direction, Executor, LateWrites = map(
+        members_of, (CopyEffect, CopyEvent, CopyState, Direction, Executor, LateWrites)
+    )
 
 _FIRST_WAIT_S = 0.001
 _LONGEST_WAIT_S = 0.05
@@ -414,6 +431,8 @@ class _Copy(msgspec.Struct, eq=False):
     order: rank_orders.OpenCopy
     state: CopyState = COPY.start
     error: str = ""
+    may_land: bool = False
+    """Whether a batch of it was given up with bytes on their way to the peer."""
     moving: dict[int, _Moving] = msgspec.field(default_factory=dict)
     """By the number of the first span."""
     known: set[int] = msgspec.field(default_factory=set)
@@ -468,6 +487,10 @@ class RankAgent:
         self._unfenced_writes = unfenced_writes
         self._layout = layout
         self._transport = transport
+        self._fencing = fencing_of(transport)
+        # Looked up once: `poll` is called with every turn, and asking a protocol costs more than the rest of it.
+        self._reporting = transport if isinstance(transport, ReportingTransport) else None
+        self._arrivals_total = 0
         self._report = report
         self._clock = clock
         self.runs_total = 0
@@ -491,6 +514,17 @@ class RankAgent:
         may_write = transport.late_writes is LateWrites.REVOCABLE or self._unfenced_writes
         writes = may_write and Direction.WRITE in transport.directions
         return Executor.SOURCE_WRITES if writes else Executor.TARGET_READS
+
+    @property
+    def counts_arrivals(self) -> bool:
+        """Whether this rank learns from its own transport what peers have written into its memory."""
+        writes = self.fences_writers and self.executor is Executor.SOURCE_WRITES
+        return writes and self._reporting is not None
+
+    @property
+    def fences_writers(self) -> bool:
+        """Whether this rank can end the right of a peer to write into its memory."""
+        return self._transport.late_writes is LateWrites.REVOCABLE
 
     def handle(self, order: rank_orders.RankOrder) -> None:
         """Carry out one order; what follows is reported. `Connect` raises TransportError or Incompatible."""
@@ -571,14 +605,14 @@ class RankAgent:
         self._disconnect(incarnation)
         for peer in routes.peers if routes is not None else (PeerRank(incarnation, self.rank),):
             self._transport.revoke(peer)
-            if isinstance(self._transport, FencingTransport):
-                self._transport.fence_peer(peer, epoch)
+            if self._fencing is not None:
+                self._fencing.fence_peer(peer, epoch)
         self._report(rank_orders.PeerFenced(incarnation, epoch, self.rank))
 
     def _reset_region(self, epoch: int) -> None:
         """Register this rank's memory anew, where the transport can."""
-        if isinstance(self._transport, FencingTransport):
-            self._transport.reset_region(epoch)
+        if self._fencing is not None:
+            self._fencing.reset_region(epoch)
             self._report(rank_orders.RegionFenced(epoch, self.rank))
 
     # Checksums and aux records.
@@ -636,10 +670,22 @@ class RankAgent:
                 self._complete(copy, copy.moving[owner[1]], completion)
             elif (order := self._aux_reads.pop(completion.ticket, None)) is not None:
                 self._report_aux(order, completion.error)
+        if self._reporting is not None:
+            self._report_arrivals(self._reporting.take_arrivals())
         if self._backlog.has_parts:
             self._offer_again(at_once=has_completed)
         if self._summer.has_work:
             self._summer.work()
+
+    def _report_arrivals(self, arrivals: Sequence[Arrival]) -> None:
+        for arrival in arrivals:
+            try:
+                copy = rank_orders.decode_copy(arrival.notice)
+            except msgspec.MsgspecError:
+                continue  # of a peer that writes for another purpose: no hand-off of ours waits for it
+            self._arrivals_total += 1
+            number, peer = self._arrivals_total, arrival.peer.incarnation
+            self._report(rank_orders.Arrived(copy, peer, self.rank, number, arrival.stored_bytes))
 
     # Copies.
 
@@ -688,6 +734,9 @@ class RankAgent:
             self._fail(copy, f"{type(error).__name__}: {error}")
             raise
         else:
+            if copy.order.counts_arrivals:
+                numbers = tuple(span.number for span in spans)
+                self._report(rank_orders.SpansPlanned(copy.order.copy, self.rank, numbers, moving.planned))
             for peer, part in parts:
                 if copy.state is CopyState.OPEN:
                     self._backlog.add(peer, part, self._clock())
@@ -700,7 +749,8 @@ class RankAgent:
         if copy is None or moving is None or copy.state is not CopyState.OPEN:
             return
         reads = copy.order.executor is Executor.TARGET_READS
-        batch = Batch(peer, Direction.READ if reads else Direction.WRITE, part.runs, copy.order.epoch)
+        notice = rank_orders.encode_copy(part.copy) if copy.order.counts_arrivals else b""
+        batch = Batch(peer, Direction.READ if reads else Direction.WRITE, part.runs, copy.order.epoch, notice)
         try:
             ticket = self.start(part.copy, batch)
         except QueueFull:
@@ -751,6 +801,7 @@ class RankAgent:
     def _complete(self, copy: _Copy, moving: _Moving, completion: Completion) -> None:
         moving.open.discard(completion.ticket)
         moving.moved += completion.moved_bytes
+        copy.may_land |= completion.may_land
         if completion.error:
             copy.error = copy.error or completion.error
             self._step(copy, CopyEvent.ERROR)
@@ -795,10 +846,10 @@ class RankAgent:
                         self._transport.cancel(ticket)
             case CopyEffect.REPORT_FAILED:
                 del self.copies[copy_id]
-                self._report(rank_orders.CopyFailed(copy_id, self.rank, copy.error))
+                self._report(rank_orders.CopyFailed(copy_id, self.rank, copy.error, copy.may_land))
             case CopyEffect.REPORT_STOPPED:
                 del self.copies[copy_id]
-                self._report(rank_orders.CopyStopped(copy_id, self.rank))
+                self._report(rank_orders.CopyStopped(copy_id, self.rank, copy.may_land))
             case _:
                 assert_never(effect)
 

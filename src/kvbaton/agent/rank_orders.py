@@ -17,6 +17,7 @@ from kvbaton.core.handoff import BlockLists, Executor, HandoffKey, Incarnation, 
 from kvbaton.core.timeline import Side
 
 __all__ = [
+    "Arrived",
     "AuxRead",
     "CloseCopy",
     "Connect",
@@ -40,11 +41,14 @@ __all__ = [
     "ResetRegion",
     "RevokePeer",
     "SpansMoved",
+    "SpansPlanned",
     "SpansSummed",
     "StopCopy",
     "SumSpans",
+    "decode_copy",
     "decode_order",
     "decode_reports",
+    "encode_copy",
     "encode_order",
     "encode_reports",
     "sums_by_leg",
@@ -99,6 +103,8 @@ class OpenCopy(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     cached_tokens: int
     total_tokens: int | None = None
     """Of the whole sequence; without it, each span counts as the last."""
+    counts_arrivals: bool = False
+    """Whether the peer counts by itself what is written to it: then SpansPlanned follows MoveSpans, before SpansMoved."""
 
 
 class PoisonBlocks(msgspec.Struct, frozen=True, tag=True):
@@ -194,19 +200,46 @@ class SpansMoved(msgspec.Struct, frozen=True, tag=True):
     bytes_moved: int
 
 
+class SpansPlanned(msgspec.Struct, frozen=True, tag=True):
+    """So many bytes of these spans are on their way from this rank to the peer, which counts them."""
+
+    copy: CopyId
+    rank: int
+    spans: tuple[int, ...]
+    bytes_planned: int
+
+
+class Arrived(msgspec.Struct, frozen=True, tag=True):
+    """A peer has written a part of a copy into this rank's memory: so many bytes, every one of which is in.
+
+    `number` counts these reports of a rank from 1: bytes are summed up, so that none may count twice.
+    """
+
+    copy: CopyId
+    peer: Incarnation
+    rank: int
+    number: int
+    stored_bytes: int
+
+
 class CopyFailed(msgspec.Struct, frozen=True, tag=True):
-    """A copy ended early on this rank; nothing of it is in flight there."""
+    """A copy ended early on this rank, which does not touch its memory any more.
+
+    `may_land`: what was sent of it may still be stored by the peer, until that fences us.
+    """
 
     copy: CopyId
     rank: int
     reason: str
+    may_land: bool = False
 
 
 class CopyStopped(msgspec.Struct, frozen=True, tag=True):
-    """A copy that was to stop has stopped on this rank; nothing of it is in flight there."""
+    """A copy that was to stop has stopped on this rank; nothing of it is in flight there, but for what `may_land`."""
 
     copy: CopyId
     rank: int
+    may_land: bool = False
 
 
 class SpansSummed(msgspec.Struct, frozen=True, tag=True):
@@ -256,7 +289,7 @@ def sums_by_leg(sums: RankSums) -> dict[tuple[int, int], int]:
 
 
 CopyReport = SpansMoved | CopyFailed | CopyStopped
-RankReport = CopyReport | SpansSummed | AuxRead | PeerFenced | RegionFenced
+RankReport = CopyReport | SpansPlanned | Arrived | SpansSummed | AuxRead | PeerFenced | RegionFenced
 
 
 class Reports(NamedTuple):
@@ -268,5 +301,7 @@ class Reports(NamedTuple):
 
 encode_order: Callable[[RankOrder], bytes] = msgspec.msgpack.encode
 decode_order: Callable[[bytes | bytearray], RankOrder] = msgspec.msgpack.Decoder(RankOrder).decode
+encode_copy: Callable[[CopyId], bytes] = msgspec.msgpack.encode
+decode_copy: Callable[[bytes], CopyId] = msgspec.msgpack.Decoder(CopyId).decode
 encode_reports: Callable[[Reports], bytes] = msgspec.msgpack.encode
 decode_reports: Callable[[bytes | bytearray], Reports] = msgspec.msgpack.Decoder(Reports).decode

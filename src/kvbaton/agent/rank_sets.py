@@ -99,6 +99,7 @@ class LocalRanks:
             controls=controls,
         )
         self.transport_name, self.executor = transport.name, self.agent.executor
+        self.counts_arrivals, self.fences_writers = self.agent.counts_arrivals, self.agent.fences_writers
 
     @property
     def runs_total(self) -> int:
@@ -137,13 +138,21 @@ class RemoteRanks:
     """
 
     has_work = False  # the ranks work by themselves
+    counts_arrivals = False  # the source states when all of its bytes are in
 
     def __init__(
-        self, channels: Sequence[Channel], transport_name: str, executor: Executor, lost: Callable[[str], None]
+        self,
+        channels: Sequence[Channel],
+        transport_name: str,
+        executor: Executor,
+        lost: Callable[[str], None],
+        *,
+        fences_writers: bool,
     ) -> None:
         self.reports: deque[RankReport] = deque()
         self.transport_name = transport_name
         self.executor = executor
+        self.fences_writers = fences_writers
         self._channels = list(channels)
         self._lost = lost
         self._is_lost = False

@@ -48,6 +48,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -66,6 +67,7 @@ from kvbaton.agent.rank_orders import (
     PutAux,
     RankSums,
     SpansMoved,
+    SpansPlanned,
     SpansSummed,
     StopCopy,
     SumSpans,
@@ -92,6 +94,7 @@ from kvbaton.core.handoff import (
     span_problem,
 )
 from kvbaton.core.lifecycle import SOURCE, SourceEffect, SourceEvent, SourceState, SourceTable
+from kvbaton.core.members import members_of
 from kvbaton.core.messages import (
     MAX_REASON,
     Announced,
@@ -116,6 +119,10 @@ __all__ = ["SourceRecord", "SourceSide"]
 
 log = logging.getLogger(__name__)
 
+if not TYPE_CHECKING:
+    AuxChannel, Executor, Integrity, Mode, Outcome = map(members_of, (AuxChannel, Executor, Integrity, Mode, Outcome))
+    Side, SourceEvent, SourceState, Stage = map(members_of, (Side, SourceEvent, SourceState, Stage))
+
 _MAX_ENDS = 4096
 _MAX_PARKED = 4096
 _STAGES = {
@@ -132,6 +139,13 @@ _QUIET = {
     Outcome.FAILED: SourceEvent.QUIET_FAILED,
     Outcome.CANCELLED: SourceEvent.QUIET_CANCELLED,
     Outcome.EXPIRED: SourceEvent.QUIET_EXPIRED,
+}
+
+_OUTCOMES = {
+    SourceState.DELIVERED: Outcome.DELIVERED,
+    SourceState.FAILED: Outcome.FAILED,
+    SourceState.CANCELLED: Outcome.CANCELLED,
+    SourceState.EXPIRED: Outcome.EXPIRED,
 }
 
 
@@ -168,6 +182,13 @@ class SourceRecord(msgspec.Struct, eq=False):
     """Whether the target has asked for a confirmation that waits for the last checksum."""
     aux_pointer: AuxPointer | None = None
     is_confirmed: bool = False
+    planned: dict[int, set[int]] = msgspec.field(default_factory=dict)
+    """Where the target counts what we write: numbers of the spans that are on their way, by rank, and their bytes."""
+    written_bytes: int = 0
+    is_released: bool = False
+    """Whether the target has delivered, before our own copies were acknowledged."""
+    may_land: bool = False
+    """Whether a copy of ours was given up with bytes on their way: being quiet here does not stop these."""
     verdict: Outcome = Outcome.FAILED
     """How it will end, fixed by whatever ended it first."""
     reason: str = ""
@@ -274,8 +295,10 @@ class SourceSide:
     def _settle(self, record: SourceRecord) -> None:
         """Raise the events that follow from counts: everything is moved and summed, or nothing is in flight."""
         if record.state is SourceState.SERVING and self._is_summed(record):
-            if record.writes and not record.is_confirmed and self._is_moved(record):
+            if record.writes and not record.is_confirmed and (self._is_moved(record) or self._is_on_its_way(record)):
                 self.step(record, SourceEvent.WRITTEN)
+            elif record.is_released and self._is_moved(record):
+                self.step(record, SourceEvent.RELEASED)
             elif record.is_asked and not record.writes:
                 record.is_asked = False
                 self.step(record, SourceEvent.CONFIRM_ASKED)
@@ -382,6 +405,8 @@ class SourceSide:
         record.spans.clear()
         record.announced = record.moving = 0
         record.moved.clear()
+        record.planned.clear()
+        record.written_bytes = 0
         self._drop_sums(record)
 
     def send_retracted(self, record: SourceRecord) -> None:
@@ -395,7 +420,7 @@ class SourceSide:
         self._engine(Drained(record.key))
 
     def send_confirmation(self, record: SourceRecord) -> None:
-        """Confirm that the blocks hold this generation, now that the last byte was moved."""
+        """Confirm that the blocks hold this generation, now that the last byte was moved, or is on its way to be counted."""
         record.is_confirmed = True
         self._note(record, Stage.CONFIRMED)
         sums = tuple(SpanSum(leg, span, value) for (leg, span), value in sorted(sums_by_leg(record.sums).items()))
@@ -405,6 +430,7 @@ class SourceSide:
             generation=record.generation,
             span_count=len(record.spans),
             sums=sums,
+            written_bytes=record.written_bytes if record.grant is not None and record.grant.counts_arrivals else None,
         )
         self._send(record, confirmed)
 
@@ -420,13 +446,17 @@ class SourceSide:
 
     def send_end(self, record: SourceRecord) -> None:
         """Notify the target of the end here. Both messages promise that its blocks will not be touched: we are quiet."""
-        number = record.grant_number
-        if record.stop_asked:
-            self._send(record, Stopped(record.key, number))
-        else:
-            self._send(record, Over(key=record.key, grant=number, outcome=record.verdict, reason=record.reason))
-        if record.superseded_by is not None and record.target is not None:
-            self._refuse(record.target, record.superseded_by, "an earlier grant for it was given up")
+        number, may_land = record.grant_number, record.may_land
+        over = Over(key=record.key, grant=number, outcome=record.verdict, reason=record.reason, may_land=may_land)
+        self._send(record, Stopped(record.key, number, may_land) if record.stop_asked else over)
+        later = record.superseded_by
+        if later is not None and may_land:
+            # No refusal: that would promise quiet, and both grants may be for the same blocks.
+            end = msgspec.structs.replace(over, grant=later.grant)
+            self._ended[record.target, record.key, later.grant] = end
+            self._send(record, end)
+        elif later is not None and record.target is not None:
+            self._refuse(record.target, later, "an earlier grant for it was given up")
 
     def return_blocks(self, record: SourceRecord) -> None:
         """The end: forget the record, remember how it ended, and give the engine its blocks back."""
@@ -435,8 +465,8 @@ class SourceSide:
         self._drop_sums(record)
         if record.aux_pointer is not None:
             self.aux_slots.give(record.aux_pointer.offset)
-        outcome, number = Outcome(record.state.value), record.grant_number
-        end = Over(key=record.key, grant=number, outcome=outcome, reason=record.reason)
+        outcome, number = _OUTCOMES[record.state], record.grant_number
+        end = Over(key=record.key, grant=number, outcome=outcome, reason=record.reason, may_land=record.may_land)
         self._ended[record.target, record.key, number] = end
         for rank, copy in record.open_copies.items():
             self._ranks.send(rank, CloseCopy(copy))
@@ -605,8 +635,11 @@ class SourceSide:
     def on_release(self, sender: Incarnation, release: Release) -> None:
         """The target has delivered. What was not confirmed cannot be delivered: such a release is about something else."""
         record = self._owned(sender, release.key, release.grant)
-        if record is None or not record.is_confirmed:
+        if record is None or not record.is_confirmed or record.is_released:
             self.late_total["release"] += 1
+        elif record.writes and not self._is_moved(record):
+            # It has counted our bytes before our ranks have reported that they are in: the blocks are ours to keep until then.
+            record.is_released = True
         else:
             self.step(record, SourceEvent.RELEASED)
 
@@ -628,7 +661,8 @@ class SourceSide:
                 # Too far ahead to be used up: its grant could still be accepted one day, so there is nothing to promise.
                 self.late_total["stop"] += 1
                 return
-            self._control.send(sender, Stopped(stop.key, stop.grant))
+            end = self._ended.get((sender, stop.key, stop.grant))
+            self._control.send(sender, Stopped(stop.key, stop.grant, end is not None and end.may_land))
             return
         if record.state is SourceState.PARKED:
             # The engine's own request is still on its way. Without this it would wait for a target that is gone.
@@ -704,10 +738,32 @@ class SourceSide:
                     self.renew_cap(record)
             case CopyStopped():
                 del record.open_copies[report.rank]
+                record.may_land |= report.may_land
+                if report.may_land:
+                    # Also one that is retracted: what is late would land on the next generation, in the same blocks.
+                    reason = "what was sent before a copy was stopped may still arrive"
+                    self._end_by(record, SourceEvent.COPY_FAILED, Outcome.FAILED, reason)
             case CopyFailed():
                 del record.open_copies[report.rank]
-                self._end_by(record, SourceEvent.COPY_FAILED, Outcome.FAILED, report.reason)
+                record.may_land |= report.may_land and not record.is_released
+                if record.is_released:
+                    record.moved[report.rank] = {span.number for span in record.spans}  # the target has it all the same
+                    self.renew_cap(record)
+                else:
+                    self._end_by(record, SourceEvent.COPY_FAILED, Outcome.FAILED, report.reason)
         self._settle(record)
+
+    def on_planned(self, report: SpansPlanned) -> None:
+        """A rank has spans on their way to a target that counts them."""
+        record = self.live.get(report.copy.key)
+        if record is None or record.open_copies.get(report.rank) != report.copy or record.copy != report.copy:
+            self.late_total["copy"] += 1
+            return
+        planned = record.planned.setdefault(report.rank, set())
+        if planned.isdisjoint(report.spans):  # a report that comes twice counts once
+            planned.update(report.spans)
+            record.written_bytes += report.bytes_planned
+            self._settle(record)
 
     def on_summed_spans(self, report: SpansSummed) -> None:
         """A rank has summed spans of one copy; without all sums nothing is confirmed."""
@@ -742,7 +798,8 @@ class SourceSide:
         lists: dict[Incarnation, list[tuple[HandoffKey, int]]] = {}
         for record in self.live.values():
             is_waited_for = record.state is not SourceState.PARKED or record.parked_at >= self.busy_since
-            if record.target is not None and is_waited_for and record.state is not SourceState.STOPPING:
+            is_over = record.state is SourceState.STOPPING or record.is_released
+            if record.target is not None and is_waited_for and not is_over:
                 lists.setdefault(record.target, []).append((record.key, record.grant_number))
         return {target: Heartbeat(from_source=True, live=tuple(live)) for target, live in lists.items()}
 
@@ -773,13 +830,22 @@ class SourceSide:
         return record.state is not SourceState.STOPPING
 
     def _deadline(self, record: SourceRecord) -> float:
-        # Without a target nothing was promised to anyone, and there is no lease; a target that queues renews it by heartbeats.
+        return min(record.lease_until, record.capped_at) if self._has_lease(record) else record.capped_at
+
+    def _has_lease(self, record: SourceRecord) -> bool:
+        """Whether the silence of a target ends it.
+
+        Without a target nothing was promised to anyone; one that queues renews the lease by heartbeats. One that has delivered
+        is done, and its silence is no sign: the transport ends copies of ours that stand still, and the cap remains.
+        """
         is_alone = record.state is SourceState.QUEUED and record.target is None
-        return record.capped_at if is_alone else min(record.lease_until, record.capped_at)
+        return not is_alone and not record.is_released
 
     def _why_late(self, record: SourceRecord, now: float) -> str:
         if record.state is SourceState.QUEUED and record.target is None:
             return f"queued for {self._limits.queue_timeout:g} s (queue_timeout), and no target has granted it"
+        if record.is_released:
+            return f"the target has delivered, and copies of ours have not ended for {self._limits.hold_cap:g} s"
         if record.lease_until <= now:
             return f"no message from the target for {self._limits.defer_timeout:g} s while {record.state}"
         if record.state is SourceState.QUEUED:
@@ -811,6 +877,12 @@ class SourceSide:
     def _is_moved(self, record: SourceRecord) -> bool:
         numbers = {span.number for span in record.spans}
         return all(record.moved.get(rank, set()) >= numbers for rank in range(self._ranks_count))
+
+    def _is_on_its_way(self, record: SourceRecord) -> bool:
+        """Whether every byte is on its way to a target that counts them."""
+        numbers = {span.number for span in record.spans}
+        counts = record.grant is not None and record.grant.counts_arrivals
+        return counts and all(record.planned.get(rank, set()) >= numbers for rank in range(self._ranks_count))
 
     def _is_summed(self, record: SourceRecord) -> bool:
         return record.integrity is Integrity.OFF or len(record.sums) == self._ranks_count * len(record.spans)
@@ -913,6 +985,7 @@ class SourceSide:
             target_blocks=grant.blocks,
             cached_tokens=grant.cached_tokens,
             total_tokens=grant.tokens or None,
+            counts_arrivals=grant.counts_arrivals,
         )
         self._ranks.send_all(order)
 

@@ -56,9 +56,19 @@ Quarantine
 ----------
 A hand-off that ends without delivery does not give its blocks back at once: a copy in flight would write into whatever the
 engine puts there next. STOPPING keeps the blocks until our ranks have stopped and, where the source writes, the source has
-reported that it will not touch them again (`Stopped`, `Over`, `Refused`), or cannot: its process is dead. If it does not
-answer for `stop_timeout`, stronger means follow: REVOKING tears the session with that source down, ISOLATED registers our
-memory anew, which ends the rights of every peer. Time leads from one to the next and *never* to the end: only quiet does.
+reported that it will not touch them again (`Stopped`, `Over`, `Refused`). If it does not answer for `stop_timeout`, stronger
+means follow: REVOKING tears the session with that source down, ISOLATED registers our memory anew, which ends the rights of
+every peer. Time leads from one to the next and *never* to the end: only quiet does.
+
+Lost writers
+------------
+A source counts as lost when its process is dead, or when another process answers at its address. For a read that is enough.
+A write may land all the same: two processes can have had one address one after the other, with the first paused, cut off or
+only slow to end, and what a dead process had sent may lie in a buffer of ours. So where our ranks can fence (`can_fence`), a
+lost writer goes to REVOKING at once, and its blocks go back when every rank has reported the fence; over `tcp` that is local
+and immediate. Where they cannot (`--unfenced-writes`), there is nothing better to wait for, and being lost counts as quiet.
+The same holds for a source that lives, has given up a connection with bytes on it, and reports that (`may_land`): it is quiet
+itself, and what it had sent may wait in a buffer of ours all the same.
 
 Deadlines
 ---------
@@ -85,7 +95,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -94,6 +104,7 @@ from kvbaton.agent.decline_notices import DeclineNotices
 from kvbaton.agent.engine_port import Allocation, HandoffStats, Landed, SourceRequest, TargetEnded
 from kvbaton.agent.ports import Clock, Control, EnginePort, Ranks
 from kvbaton.agent.rank_orders import (
+    Arrived,
     AuxRead,
     CloseCopy,
     CopyFailed,
@@ -136,6 +147,7 @@ from kvbaton.core.handoff import (
     span_problem,
 )
 from kvbaton.core.lifecycle import TARGET, TargetEffect, TargetEvent, TargetState, TargetTable
+from kvbaton.core.members import members_of
 from kvbaton.core.messages import (
     MAX_NUMBER,
     MAX_REASON,
@@ -161,6 +173,10 @@ from kvbaton.wire.log_limit import shown
 __all__ = ["TargetRecord", "TargetSide"]
 
 log = logging.getLogger(__name__)
+
+if not TYPE_CHECKING:
+    AuxChannel, Executor, Integrity, Mode, Outcome = map(members_of, (AuxChannel, Executor, Integrity, Mode, Outcome))
+    Side, Stage, TargetEvent, TargetState = map(members_of, (Side, Stage, TargetEvent, TargetState))
 
 _MAX_ENDS = 4096
 _MAX_SOURCES = 1024
@@ -194,6 +210,13 @@ _QUIET = {
     Outcome.FAILED: TargetEvent.QUIET_FAILED,
     Outcome.CANCELLED: TargetEvent.QUIET_CANCELLED,
     Outcome.EXPIRED: TargetEvent.QUIET_EXPIRED,
+}
+
+_OUTCOMES = {
+    TargetState.DELIVERED: Outcome.DELIVERED,
+    TargetState.FAILED: Outcome.FAILED,
+    TargetState.CANCELLED: Outcome.CANCELLED,
+    TargetState.EXPIRED: Outcome.EXPIRED,
 }
 
 
@@ -244,6 +267,16 @@ class TargetRecord(msgspec.Struct, eq=False):
     aux_pointer: AuxPointer | None = None
     source_area: AuxArea | None = None
     is_confirmed: bool = False
+    counts_arrivals: bool = False
+    """Whether our ranks count what the source writes."""
+    arrived_bytes: int = 0
+    """What they have counted of this generation."""
+    arrivals: dict[int, int] = msgspec.field(default_factory=dict)
+    """By rank: the number of its last report that was counted."""
+    written_bytes: int | None = None
+    """How much the source has confirmed to be on its way; None where what it confirms is in."""
+    early_confirmed: Confirmed | None = None
+    """The last confirmation of a source that writes which has overtaken `Prefilled`; taken, and checked, when that is in."""
     open_copies: dict[int, CopyId] = msgspec.field(default_factory=dict)
     """By rank: the copy that it has open, which may be that of an earlier generation while we are CLEARING."""
     peer_is_quiet: bool = False
@@ -436,6 +469,7 @@ class TargetSide:
             record.epoch = self.epoch
             record.aux_channel = self._choose_aux_channel(record)
             record.executor = self._ranks.executor if record.request.mode is Mode.PUSH else Executor.TARGET_READS
+            record.counts_arrivals = record.executor is Executor.SOURCE_WRITES and self._ranks.counts_arrivals
 
     def send_grant(self, record: TargetRecord) -> None:
         """Grant the blocks to the source. A source that only announces learns no block of ours: it has no use for them."""
@@ -455,6 +489,7 @@ class TargetSide:
             integrity=self._settings.integrity,
             aux_channel=record.aux_channel,
             tokens=record.allocation.tokens,
+            counts_arrivals=record.counts_arrivals,
         )
         self._send(record, grant)
 
@@ -496,6 +531,7 @@ class TargetSide:
         record.span_count = None
         record.aux = record.aux_pointer = None
         record.is_confirmed = False
+        record.arrived_bytes, record.written_bytes = 0, None
         self._drop_sums(record)
         record.bytes_planned = record.bytes_moved = 0
 
@@ -553,7 +589,7 @@ class TargetSide:
     def return_blocks(self, record: TargetRecord) -> None:
         """The other ends: the engine may have its blocks back."""
         self._forget(record)
-        outcome = Outcome(record.state.value)
+        outcome = _OUTCOMES[record.state]
         if not record.grant and not record.peer_is_quiet:
             # The source was never granted anything, so no Stop was sent; it may be computing for this request all the same.
             self.decline_notices.send(record.request, outcome, record.reason, record.source)
@@ -652,11 +688,25 @@ class TargetSide:
                 self._control.send(source, Stop(record.key, 0, outcome=Outcome.FAILED, reason=record.reason, prompt=prompt))
 
     def on_peer_gone(self, source: Incarnation, reason: str) -> None:
-        """A source is provably gone: it will not write any more, and what it should have sent fails."""
+        """A source is gone, or another process answers in its place: what it should have sent fails.
+
+        That is no proof that nothing of a source that writes lands any more, see "Lost writers": it is fenced, if it can be.
+        """
         self.decline_notices.on_peer_gone(source)
         for record in [record for record in self.live.values() if record.source == source]:
-            record.peer_is_quiet = True
+            record.peer_is_quiet |= not self.can_fence(record)
             self._end_by(record, TargetEvent.PEER_GONE, Outcome.FAILED, reason)
+            self._fence_writer(record)
+
+    def _fence_writer(self, record: TargetRecord) -> None:
+        """Its source proves nothing by what it sends, or sends nothing any more: do not wait for it, fence it."""
+        if record.state is TargetState.STOPPING and not record.peer_is_quiet:
+            record.stop_until = self._clock() + self._limits.stop_timeout
+            self.step(record, TargetEvent.WRITER_LOST)
+
+    def can_fence(self, record: TargetRecord) -> bool:
+        """Whether the source was granted a right to write into our blocks that we can take back."""
+        return record.executor is Executor.SOURCE_WRITES and self._ranks.fences_writers
 
     def on_peer_fenced(self, source: Incarnation, epoch: int) -> None:
         """The session with a source was torn down: what it was granted before `epoch` fails. Later grants are not fenced."""
@@ -739,6 +789,9 @@ class TargetSide:
                 self._progress(record)
             self._refuse_surplus(record)
             self._settle(record)
+            if (early := record.early_confirmed) is not None:
+                record.early_confirmed = None
+                self.on_confirmed(sender, early)
 
     def on_aux(self, sender: Incarnation, message: AuxSent) -> None:
         """The aux record is in, or lies where we can fetch it."""
@@ -761,10 +814,13 @@ class TargetSide:
     def on_confirmed(self, sender: Incarnation, confirmed: Confirmed) -> None:
         """The source confirms what was moved. It must be about this generation and as many spans as we have counted."""
         record = self._answered(sender, confirmed.key, confirmed.grant)
-        if record is None or record.generation != confirmed.generation or record.span_count != confirmed.span_count:
+        if record is not None and record.span_count is None and record.executor is Executor.SOURCE_WRITES:
+            # Sent right behind `Prefilled` where our ranks count, and over a new connection it may come first.
+            record.early_confirmed = confirmed
+        elif record is None or record.generation != confirmed.generation or record.span_count != confirmed.span_count:
             self.late_total["confirmed"] += 1
         elif record.executor is Executor.SOURCE_WRITES:
-            record.is_confirmed = True
+            record.is_confirmed, record.written_bytes = True, confirmed.written_bytes
             record.source_sums = {(each.leg, each.span): each.value for each in confirmed.sums}
             self._settle(record)
         else:
@@ -774,6 +830,18 @@ class TargetSide:
                 self._end_mismatched(record, problem)
             else:
                 self.step(record, TargetEvent.CONFIRMED)
+
+    def on_arrived(self, report: Arrived) -> None:
+        """A rank has counted bytes that the source wrote into our blocks; it may be the first that we learn of a generation."""
+        record = self.current(report.peer, report.copy.key, report.copy.grant)
+        is_counted = record is not None and record.counts_arrivals and report.number > record.arrivals.get(report.rank, 0)
+        if record is None or not is_counted or not self.follow_generation(record, report.copy.generation):
+            self.late_total["arrived"] += 1
+            return
+        record.arrivals[report.rank] = report.number
+        record.arrived_bytes += report.stored_bytes
+        self._progress(record)
+        self._settle(record)
 
     def on_refused(self, sender: Incarnation, refused: Refused) -> None:
         """The source refuses; with a stale number we only have to take a new one, a few times."""
@@ -825,7 +893,7 @@ class TargetSide:
             self.step(record, TargetEvent.STALE)
 
     def on_over(self, sender: Incarnation, over: Over) -> None:
-        """The source has ended and is quiet."""
+        """The source has ended and is quiet, but for what it has sent and given up: that is fenced first, where we can."""
         record = self._answered(sender, over.key, over.grant)
         if record is None and not over.grant:
             record = self._unanswered(sender, over.key)
@@ -833,16 +901,21 @@ class TargetSide:
             self.late_total["over"] += 1
             return
         # An end from before the source had our grant promises nothing about that grant, which may still arrive there.
-        record.peer_is_quiet |= record.grant == over.grant
+        may_land = over.may_land and self.can_fence(record)
+        record.peer_is_quiet |= record.grant == over.grant and not may_land
         self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, f"the source {over.outcome}: {over.reason}")
+        if may_land:
+            self._fence_writer(record)
 
     def on_stopped(self, sender: Incarnation, stopped: Stopped) -> None:
-        """The source will not touch our blocks for this grant again."""
+        """The source will not touch our blocks for this grant again; what it has sent and given up is fenced, where we can."""
         record = self._answered(sender, stopped.key, stopped.grant)
         if not stopped.grant and self.decline_notices.on_stopped(sender, stopped.key):
             return
         if record is None or record.state not in _CLOSING:
             self.late_total["stopped"] += 1
+        elif stopped.may_land and self.can_fence(record):
+            self._fence_writer(record)
         else:
             record.peer_is_quiet = True
             self._settle(record)
@@ -1064,12 +1137,16 @@ class TargetSide:
         if record.span_count is None or not self.has_aux(record) or not self.is_summed(record):
             return False
         if record.executor is Executor.SOURCE_WRITES:
-            return record.is_confirmed
+            return self.is_written(record)
         # Without a generator: it is asked after every message and report.
         for rank in self._card.ranks:  # noqa: SIM110
             if len(record.moved.get(rank.rank, ())) != record.span_count:
                 return False
         return True
+
+    def is_written(self, record: TargetRecord) -> bool:
+        """Whether every byte of a source that writes is in: it has confirmed that, or how much our ranks have to count."""
+        return record.is_confirmed and record.written_bytes in (None, record.arrived_bytes)
 
     def has_aux(self, record: TargetRecord) -> bool:
         """Whether the aux record is in."""
@@ -1126,7 +1203,7 @@ class TargetSide:
 
         Not before: only the source knows when its last byte has arrived.
         """
-        is_known = record.is_confirmed and len(record.spans) == record.span_count
+        is_known = self.is_written(record) and len(record.spans) == record.span_count
         if is_known and not record.summing:
             record.summing |= record.spans.keys()
             self._sum_spans(record, [rank.rank for rank in self._card.ranks], tuple(record.spans.values()))
@@ -1284,7 +1361,7 @@ class TargetSide:
         self.quarantined_blocks -= record.quarantined
         self._timers.drop(record.key)
         self._drop_sums(record)
-        self._ended[record.key, record.grant] = _TargetEnd(Outcome(record.state.value), self._clock(), record.sequence)
+        self._ended[record.key, record.grant] = _TargetEnd(_OUTCOMES[record.state], self._clock(), record.sequence)
         for rank, copy in record.open_copies.items():
             self._ranks.send(rank, CloseCopy(copy))
 

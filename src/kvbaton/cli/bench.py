@@ -136,6 +136,40 @@ def handoff(
 
 
 @bench_app.command
+def delay(
+    *,
+    delays: str = "0,1,10,50",
+    tokens: int = 512,
+    layer_ms: int = 10,
+    handoffs: int = 10,
+    rounds: int = 3,
+    output: Output = _DEFAULT_OUTPUT,
+) -> int:
+    """Hand-overs in push over `tcp` between two instances far apart: sources that write beside targets that read.
+
+    Every byte passes a relay that delays it; hand-offs run one at a time. Exits with 1 when a block did not come back.
+
+    Parameters
+    ----------
+    delays
+        milliseconds by which each direction is delayed, with commas between them; the first is 0.
+    tokens
+        tokens per hand-off, of 512 bytes per layer each.
+    layer_ms
+        milliseconds that the source takes to compute one of the four layers.
+    handoffs
+        hand-offs that are measured per delay, kind and round.
+    rounds
+        how often each is measured; medians are shown, every hand-off is kept.
+    """
+    from kvbaton.bench.delayed import DelayBench, run_delay_bench
+
+    _begin(output)
+    bench = DelayBench(_numbers(delays, "--delays"), tokens, layer_ms, handoffs, rounds)
+    return _finish("delay", run_delay_bench(bench, _progress), bench.described(), output)
+
+
+@bench_app.command
 def plan(
     *,
     tokens: int = 8192,
@@ -398,8 +432,8 @@ def wire(
     layout
         `scattered`: random pages with gaps; `contiguous`: pages in order.
     direction
-        `read`: this process reads from the others; `write`: it writes to them, over what can (`nixl`, `mooncake`, and those
-        libraries alone).
+        `read`: this process reads from the others; `write`: it writes to them, over what can (`tcp`, `nixl`, `mooncake`,
+        and those libraries alone).
     tokens
         tokens of an 8B Llama whose cache one batch moves (`cuda`; 4,096 are 537 MB).
     rounds

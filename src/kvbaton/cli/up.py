@@ -90,7 +90,7 @@ def up(
             raise ConfigError(f"{name} is {count}; at least one instance of each kind is needed")
     if restarts < 0:
         raise ConfigError(f"--restarts is {restarts}; it must be how often a part may be restarted, or 0 for never")
-    check_writes(transport, handoff.unfenced_writes)
+    check_writes(transport, handoff.unfenced_writes, handoff.fenced_writes)
     check_port_free(host, port, "--port")
     if ray and (encrypt or os.environ.get(TLS_DIR_VARIABLE)):
         raise ConfigError(

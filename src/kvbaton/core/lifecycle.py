@@ -18,6 +18,7 @@ What the rows guarantee:
   checksums are asked for, a wrong or missing one leads from there to an end without delivery instead.
 - A target's blocks go back only out of STOPPING, REVOKING or ISOLATED, when every copy that might write to them is quiet.
   Time alone leads from one of these states to the next (ask, tear the session down, register the memory anew), never out.
+  A writer that is lost is not asked: its session is torn down at once, where the transport can do that.
 - A source's blocks go back only when it also stops confirming. Time may do that: a read counts only when confirmed later.
 - After a retraction nothing of the new generation is moved before everything of the old one is quiet (CLEARING, RETRACTING).
 
@@ -190,6 +191,7 @@ class TargetEvent(enum.StrEnum):
     ABORTED = "aborted here"
     NO_PROGRESS = "no progress"
     PEER_GONE = "peer gone"
+    WRITER_LOST = "writer lost"
     STOP_LATE = "stop late"
     QUIET = "quiet"
     QUIET_FAILED = "quiet: failed"
@@ -328,6 +330,9 @@ def _target() -> TargetTable:
         (state.FILLING, event.WRITTEN): deliver,
         (state.FILLING, event.MISMATCHED): stop,
         (state.CONFIRMING, event.MISMATCHED): stop,
+        # A source that writes is lost, and has proved nothing: another process may answer at its address while it lives, and
+        # what a dead one has sent may wait in our buffers. No answer is waited for; its blocks go back when it is fenced.
+        (state.STOPPING, event.WRITER_LOST): Row(state.REVOKING, (effect.REVOKE_PEER,)),
         # The only rows that time makes happen here: from each fence to the next stronger one, and never to an end.
         (state.STOPPING, event.STOP_LATE): Row(state.REVOKING, (effect.SEND_STOP, effect.REVOKE_PEER)),
         (state.REVOKING, event.STOP_LATE): Row(state.ISOLATED, (effect.SEND_STOP, effect.RESET_REGION)),

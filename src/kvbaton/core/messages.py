@@ -110,7 +110,8 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
     `grant` names it: no other grant of this target has that number. `sequence` counts the grants of this target to this source,
     from 1, and is used up by the source (core/grants.py). `prompt` is a digest of the prompt. `blocks` is empty unless the
     source is to write. `integrity` is how much of the cache the source is to sum, `aux_channel` how the aux record travels.
-    `tokens` is the length of the whole prompt, 0 where it is unknown.
+    `tokens` is the length of the whole prompt, 0 where it is unknown. `counts_arrivals` states that the target counts by itself
+    what the source writes: the source then confirms how much that is as soon as all of it is on its way.
     """
 
     key: HandoffKey
@@ -125,6 +126,7 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
     integrity: Integrity = Integrity.OFF
     aux_channel: AuxChannel = AuxChannel.CONTROL
     tokens: Number = 0
+    counts_arrivals: bool = False
 
 
 class Announced(msgspec.Struct, frozen=True, tag="announced"):
@@ -179,7 +181,8 @@ class ConfirmAsk(msgspec.Struct, frozen=True, tag="confirm_ask"):
 class Confirmed(msgspec.Struct, frozen=True, tag="confirmed"):
     """Source to target, after the last byte: the blocks held `generation` all the time, and it has `span_count` spans.
 
-    `sums` are the checksums of every span of every rank, where the grant asked for them.
+    `sums` are the checksums of every span of every rank, where the grant asked for them. `written_bytes` is what the target has
+    to have counted before that holds, where it counts by itself; None where every byte is known to be in.
     """
 
     key: HandoffKey
@@ -187,6 +190,7 @@ class Confirmed(msgspec.Struct, frozen=True, tag="confirmed"):
     generation: Number
     span_count: Number
     sums: tuple[SpanSum, ...] = ()
+    written_bytes: Number | None = None
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
@@ -212,19 +216,27 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
-    """Source to target: the source has stopped, and will not touch the target's blocks for this grant again."""
+    """Source to target: the source has stopped, and will not touch the target's blocks for this grant again.
+
+    `may_land`: what it had sent was not acknowledged, and may still arrive; the target fences it, if it can.
+    """
 
     key: HandoffKey
     grant: Number
+    may_land: bool = False
 
 
 class Over(msgspec.Struct, frozen=True, tag="over"):
-    """Source to target: the hand-off has ended at the source, which has stopped; nothing that it announced may be used."""
+    """Source to target: the hand-off has ended at the source, which has stopped; nothing that it announced may be used.
+
+    `may_land` as in `Stopped`.
+    """
 
     key: HandoffKey
     grant: Number
     outcome: Outcome
     reason: Reason = ""
+    may_land: bool = False
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):

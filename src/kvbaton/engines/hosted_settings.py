@@ -39,6 +39,7 @@ class HostedSettings(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint:      stands for the model, where instances of different engines serve the same one; empty: computed
     poison:           fill blocks with a pattern before they are handed over, so that a missing byte shows
     unfenced_writes:  in push, let sources write into targets, over nixl, mooncake or mori; nothing can take that right back
+    fenced_writes:    in push, let sources write into targets, over tcp; the target can take that right back
     """
 
     where: ClassVar[str]
@@ -59,11 +60,17 @@ class HostedSettings(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str = ""
     poison: bool = False
     unfenced_writes: bool = False
+    fenced_writes: bool = False
 
     @property
     def handoff(self) -> HandoffSettings:
         """How this instance hands over."""
-        return HandoffSettings(mode=self.mode, integrity=self.integrity, unfenced_writes=self.unfenced_writes)
+        return HandoffSettings(
+            mode=self.mode,
+            integrity=self.integrity,
+            unfenced_writes=self.unfenced_writes,
+            fenced_writes=self.fenced_writes,
+        )
 
     def agents_at(self, host: str, port: int, limits: Limits, *, drop_writes: bool) -> AgentSettings:
         """What the agents of an instance that listens there are opened with."""
@@ -122,7 +129,7 @@ class HostedSettings(msgspec.Struct, frozen=True, kw_only=True):
                 text = f"routers has {router!r}, which {wrong}; give a router's discovery address, host:port"
                 raise ConfigError(f"{self.where}: {text}")
         try:
-            check_writes(self.transport, self.unfenced_writes)
+            check_writes(self.transport, self.unfenced_writes, self.fenced_writes)
             parse_trust(None, {}, self.allow, resolve=lambda _: ())
         except ConfigError as error:
             raise self.by_key(error) from error

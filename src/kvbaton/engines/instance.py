@@ -102,6 +102,7 @@ class AgentSettings:
             cluster_key=self.trust.key or b"",
             tls=cluster_tls(self.trust.tls_dir),
             unfenced_writes=self.handoff.unfenced_writes,
+            fenced_writes=self.handoff.fenced_writes,
             admits=self.trust.accepts_from,
         )
         transport = open_transport(self.transport, region, settings)

@@ -1163,6 +1163,28 @@ def _fenced_between(rng: random.Random) -> Script:
     )
 
 
+def _writer_replaced(rng: random.Random) -> Script:
+    """Another process answers at the address of a source that lives on and writes; its target's ranks are late with the fence.
+
+    Requests that follow get the blocks that the target frees.
+    """
+    first = _request(rng, Mode.PUSH, tokens=6, chunk=1)
+    later = tuple(_request(rng, Mode.PUSH, tokens=2, at_s=0.3 * number) for number in range(1, 4))
+    script = msgspec.structs.replace(_stage(rng, writes=True, request=first), late_writes=LateWrites.REVOCABLE)
+    replaced = Fault(FaultKind.TWIN, rng.uniform(0.02, 0.3), who="p0", for_s=9.0)
+    return msgspec.structs.replace(
+        script,
+        requests=(first, *later),
+        faults=(replaced,),
+        unfenced_writes=False,
+        decode_blocks=9,
+        step_s=rng.choice((0.02, 0.1)),
+        move_s=rng.choice((0.05, 0.2)),
+        rank_lag_s=rng.choice((0.0, 0.05, 0.1)),
+        router_cancels=0.0,
+    )
+
+
 def _asked_too_early(rng: random.Random) -> Script:
     """Sources that write are asked for a confirmation although they never are, while they still sum and write."""
     requests = tuple(_request(rng, Mode.PUSH, tokens=rng.randint(1, 3), chunk=1, at_s=0.1 * number) for number in range(3))
@@ -1250,7 +1272,7 @@ CORNERS: tuple[Drill, ...] = (
     _comes_back_as_another,
     _late_cards,
     _late_cards,
-    _late_cards,
+    _writer_replaced,
     _notices_of_the_dead,
     _notices_of_the_dead,
     _neighbour_dies,

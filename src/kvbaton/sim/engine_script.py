@@ -94,10 +94,9 @@ def make_engine_script(seed: int) -> Script:
     return rng.choice(recipes)(rng, script)
 
 
-def _writes(script: Script) -> bool:
-    """Whether sources write: another process at its address is taken for the death of a writer (docs/promises.md)."""
-    is_writer = script.unfenced_writes or script.late_writes is LateWrites.REVOCABLE
-    return is_writer and script.requests[0].mode is Mode.PUSH
+def _writes_unfenced(script: Script) -> bool:
+    """Whether sources write without a fence: another process at its address is taken for the death of such a writer."""
+    return script.unfenced_writes and script.requests[0].mode is Mode.PUSH
 
 
 def _with_rare_fault(script: Script) -> Script:
@@ -106,7 +105,7 @@ def _with_rare_fault(script: Script) -> Script:
     if any(request.is_turned for request in script.requests):
         return script
     kinds = [FaultKind.CORRUPT_FRAME, FaultKind.CRASH_LEADER]
-    kinds += [] if _writes(script) else [FaultKind.TWIN]
+    kinds += [] if _writes_unfenced(script) else [FaultKind.TWIN]
     who, other = rng.sample((script.addresses[0], script.addresses[-1]), 2)
     at_s, for_s = rng.uniform(0.0, 0.15), rng.choice(_DURATIONS)
     fault = Fault(rng.choice(kinds), at_s, who=who, other=other, for_s=for_s, number=rng.randint(1, 3))
@@ -206,7 +205,7 @@ def _load(rng: random.Random, script: Script) -> LoadScript:
 def _fault(rng: random.Random, script: Script) -> Fault:
     is_of_client = rng.random() < 0.4
     kind = rng.choice(_OF_CLIENTS if is_of_client else (*_LINKS, *_AT_ONE))
-    if kind is FaultKind.TWIN and _writes(script):
+    if kind is FaultKind.TWIN and _writes_unfenced(script):
         kind = FaultKind.RESTART
     who, number = rng.choice(script.addresses), rng.randrange(len(script.requests))
     request = script.requests[number]

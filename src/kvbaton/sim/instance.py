@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from typing import assert_never
 
 from msgspec import structs
 
@@ -15,6 +16,7 @@ from kvbaton.agent.engine_port import EngineEvent, SourceEnded, TargetEnded
 from kvbaton.agent.ports import ControlSocketsPort
 from kvbaton.agent.rank import RankAgent
 from kvbaton.agent.rank_orders import (
+    Arrived,
     AuxRead,
     Connect,
     CopyFailed,
@@ -31,6 +33,7 @@ from kvbaton.agent.rank_orders import (
     ResetRegion,
     RevokePeer,
     SpansMoved,
+    SpansPlanned,
     SpansSummed,
     SumSpans,
 )
@@ -275,6 +278,14 @@ class _SimRanks:
     def executor(self) -> Executor:
         return self._instance.agents[0].executor
 
+    @property
+    def counts_arrivals(self) -> bool:
+        return self._instance.agents[0].counts_arrivals and not self._instance.loops
+
+    @property
+    def fences_writers(self) -> bool:
+        return self._instance.agents[0].fences_writers
+
     def send(self, rank: int, order: RankOrder) -> None:
         self._instance.cluster.watch.on_order(self._instance.process.name, rank, order)
         self._instance.check_needed_order(order)
@@ -304,8 +315,17 @@ class _SimRanks:
 
 def _counted(record: SourceRecord | TargetRecord) -> tuple[float, ...]:
     """What reports of ranks add to."""
-    until = record.give_up_at if isinstance(record, TargetRecord) else 0.0
-    return sum(map(len, record.moved.values())), len(record.sums), until
+    counts = sum(map(len, record.moved.values())), len(record.sums)
+    if isinstance(record, TargetRecord):
+        return *counts, record.arrived_bytes, record.give_up_at
+    return *counts, record.written_bytes
+
+
+def _may_count(report: SpansMoved | SpansPlanned | SpansSummed | Arrived, record: SourceRecord | TargetRecord) -> bool:
+    """Whether a report is about what a hand-off has in hand; bytes that have come may be the first of its next generation."""
+    copy, in_hand = report.copy, record.copy
+    is_next = copy.grant == in_hand.grant and copy.generation > in_hand.generation
+    return copy == in_hand or (is_next and isinstance(report, Arrived) and isinstance(record, TargetRecord))
 
 
 class SimInstance:
@@ -909,6 +929,8 @@ class SimInstance:
         record = live.get(message.key)
         if record is None or (isinstance(record, SourceRecord) and not record.writes):
             return
+        if isinstance(message, Confirmed) and message.written_bytes is not None:
+            return  # its target counts the bytes, and what it delivers is looked at cell by cell
         copy = CopyId(message.key, message.grant, message.generation)
         done = [len(self._moved.get((rank, copy), ())) for rank in range(len(self.agents))]
         if min(done) < len(record.spans):
@@ -1048,7 +1070,10 @@ class SimInstance:
             self._ends.append(end)
             self.loops.append(RankProcess(world, far_end, agent, queue, self.fail))
         channels = [channel_on(end, process.name) for end, process in zip(ends, self.rank_processes, strict=True)]
-        self.remote = self.cluster.bugs.remote_ranks(channels, "sim", self.agents[0].executor, self._lose_rank)
+        first = self.agents[0]
+        self.remote = self.cluster.bugs.remote_ranks(
+            channels, "sim", first.executor, self._lose_rank, fences_writers=first.fences_writers
+        )
         self.send_order = self.remote.send
 
     def _on_report_frame(self) -> None:
@@ -1075,6 +1100,8 @@ class SimInstance:
             report = structs.replace(report, sums={}, error=_NO_SUM)
         if problem := self.rank_watches[rank].report_problem(report):
             self.cluster.world.find("nothing kept", f"{self.process.name} rank {rank}: {problem}")
+        if problem := self.rank_watches[rank].planned_problem(report) or self.target_watch.arrived_problem(report):
+            self.cluster.world.find("counted", f"{self.process.name} rank {rank}: {problem}")
         if isinstance(report, CopyFailed) and (problem := self.transports[rank].failure_problem(report)):
             self.cluster.world.find("named end", f"{self.process.name} rank {rank}: {problem}")
         if isinstance(report, SpansMoved):
@@ -1140,17 +1167,22 @@ class SimInstance:
                 self._handle_report(reports)
                 if any(record.open_copies.get(over.rank) == over.copy for record in live):
                     self.cluster.world.find("taken", f"{self.process.name}: {over}, and the copy counts as open")
-            case (SpansMoved(copy=copy) | SpansSummed(copy=copy)) as report:
+            case SpansMoved() | SpansPlanned() | SpansSummed() | Arrived() as report:
+                copy = report.copy
                 records = (self.coordinator.source.live.get(copy.key), target.live.get(copy.key))
-                others = [record for record in records if record is not None and record.copy != copy]
+                others = [record for record in records if record is not None and not _may_count(report, record)]
                 places = list(map(_counted, others)) if others else []
                 record = records[1]
                 is_ours = record is not None and record.copy == copy and record.open_copies.get(report.rank) == copy
                 self._handle_report(reports)
                 if isinstance(report, SpansMoved) and (problem := self.target_watch.moved_problem(report, is_ours)):
                     self.cluster.world.find("counted", f"{self.process.name}: {report}: {problem}")
+                if isinstance(report, Arrived) and (problem := self.target_watch.counted_problem(report)):
+                    self.cluster.world.find("counted", f"{self.process.name}: {problem}")
                 if others and list(map(_counted, others)) != places:
                     self.cluster.world.find("left alone", f"{self.process.name}: a report of {copy} counts for another one")
+            case report:
+                assert_never(report)
 
     def _raise(self, event: EngineEvent) -> None:
         self._events.append(event)

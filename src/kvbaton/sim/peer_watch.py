@@ -9,7 +9,7 @@ from kvbaton.agent.coordinator import Coordinator, Peers
 from kvbaton.config import Limits
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import Card
-from kvbaton.core.handoff import HandoffKey, Incarnation
+from kvbaton.core.handoff import Executor, HandoffKey, Incarnation
 from kvbaton.core.lifecycle import SourceState, TargetState
 from kvbaton.sim.world import World
 
@@ -35,6 +35,8 @@ _STOOD_STILL = 1.5
 
 _CLOSING = frozenset({SourceState.STOPPING, TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED})
 
+
+_FENCING = frozenset({TargetState.REVOKING, TargetState.ISOLATED})
 
 _ASKING = _CLOSING | {TargetState.GRANTED, TargetState.CONFIRMING}
 
@@ -84,8 +86,13 @@ def gone_problems(coordinator: Coordinator, gone: Collection[Incarnation]) -> It
     for record in coordinator.source.live.values():
         if record.target in gone and record.state not in _CLOSING:
             yield f"{record.key} is {record.state} for {record.target}, which is gone"
+    fences = vars(coordinator.target)["_ranks"].fences_writers
     for target_record in coordinator.target.live.values():
-        if target_record.source in gone and (target_record.state not in _CLOSING or not target_record.peer_is_quiet):
+        if target_record.source not in gone:
+            continue
+        # One that can be fenced is, and its blocks wait for that; no other proof of its quiet will come.
+        is_fenced = fences and target_record.state in _FENCING and target_record.executor is Executor.SOURCE_WRITES
+        if target_record.state not in _CLOSING or not (target_record.peer_is_quiet or is_fenced):
             yield f"{target_record.key} is {target_record.state}, and its source {target_record.source} is gone"
     for key, notice in vars(coordinator.target.decline_notices)["_waiting"].items():
         if notice.source in gone:

@@ -24,7 +24,19 @@ from kvbaton.agent.target import TargetRecord, TargetSide
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import Aux, AuxChannel, Executor, HandoffKey, Incarnation, Outcome, Span
 from kvbaton.core.lifecycle import TARGET, Row, SourceEvent, SourceState, TargetEffect, TargetEvent, TargetState
-from kvbaton.core.messages import MAX_NUMBER, ConfirmAsk, Confirmed, Envelope, Grant, Heartbeat, Hello, Over, Refused, Release
+from kvbaton.core.messages import (
+    MAX_NUMBER,
+    ConfirmAsk,
+    Confirmed,
+    Envelope,
+    Grant,
+    Heartbeat,
+    Hello,
+    Over,
+    Refused,
+    Release,
+    Stopped,
+)
 from kvbaton.sim.agent_thread import SimDriver
 from kvbaton.sim.engine_plants import engine_plants
 from kvbaton.sim.instance import Bugs
@@ -116,6 +128,31 @@ class _ConfirmedBeforeRead(TargetSide):
         super().count_moved(record, report)
         if record.is_confirmed and record.state is TargetState.CONFIRMING and super().is_complete(record):
             self.step(record, TargetEvent.CONFIRMED)
+
+
+class _ArrivalsNotAwaited(TargetSide):
+    """Takes the confirmation of a source that writes for the last byte, although the bytes may be on their way."""
+
+    def is_written(self, record: TargetRecord) -> bool:
+        return record.is_confirmed
+
+
+class _ReplacedTakenForQuiet(TargetSide):
+    """Takes another process at the address of a writer, or its death, for the proof that nothing of it lands any more."""
+
+    def can_fence(self, record: TargetRecord) -> bool:
+        del record
+        return False
+
+
+class _GivenUpTakenForQuiet(TargetSide):
+    """Frees the blocks of a source that is quiet itself, and has bytes on a connection that it gave up."""
+
+    def on_over(self, sender: Incarnation, over: Over) -> None:
+        super().on_over(sender, structs.replace(over, may_land=False))
+
+    def on_stopped(self, sender: Incarnation, stopped: Stopped) -> None:
+        super().on_stopped(sender, structs.replace(stopped, may_land=False))
 
 
 class _FailedOverwritten(TargetSide):
@@ -602,6 +639,7 @@ def _plants() -> Iterator[tuple[str, str, str, Bugs]]:
     yield "confirmed-before-read", "confirmation taken before the read", after, _sides(target=_ConfirmedBeforeRead)
     yield "completion-counted-twice", "duplicate completion counted twice", after, _sides(target=_CompletionCountedTwice)
     yield "wrong-rank", "span counted for the wrong rank", after, _sides(target=_WrongRank)
+    yield "arrivals-not-awaited", "bytes on their way taken for written", "foreign byte", _sides(target=_ArrivalsNotAwaited)
     moved = _sides(source=_MovedOfAnEarlierGeneration)
     yield "moved-of-an-earlier-generation", "span of a retracted generation counted", after, moved
     yield "failed-overwritten", "failed overwritten by done", "confirmed before delivered", _sides(target=_FailedOverwritten)
@@ -621,6 +659,10 @@ def _plants() -> Iterator[tuple[str, str, str, Bugs]]:
     yield "not-renewed-while-queued", "lease not renewed while queued", "spurious failure", unrenewed
     yield "stale-incarnation", "stale incarnation accepted", "epoch", Bugs(coordinator=_StaleIncarnation)
     yield "late-card", "card of a dead process taken for a new one", "epoch", Bugs(coordinator=_LateCard)
+    replaced = _sides(target=_ReplacedTakenForQuiet)
+    yield "replaced-taken-for-quiet", "writer replaced at its address not fenced", "epoch", replaced
+    given_up = _sides(target=_GivenUpTakenForQuiet)
+    yield "given-up-taken-for-quiet", "bytes of a connection that was given up not fenced", "epoch", given_up
     yield "late-grant", "late grant resurrecting a finished hand-off", "resurrection", _sides(source=_LateGrant)
     yield "grant-leap", "grant number taken however far ahead", "heals", _sides(source=_GrantLeap)
     yield "own-count", "stale grant repeated with the next number", "heals", _sides(target=_OwnCount)

@@ -1,5 +1,6 @@
-"""What one rank is held to by itself: what it was ordered to drop it does not report, what a full queue has refused it offers
-again as soon as something has completed, and no turn of it is longer than it may be.
+"""What one rank is held to by itself: what it was ordered to drop it does not report, spans for a peer that counts them are
+reported as on their way once and before they are moved, what a full queue has refused it offers again as soon as something has
+completed, and no turn of it is longer than it may be.
 """
 
 from __future__ import annotations
@@ -7,7 +8,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 
-from kvbaton.agent.rank_orders import CopyId, Disconnect, DropSums, RankOrder, RankReport, RevokePeer, SpansSummed, SumSpans
+from kvbaton.agent.rank_orders import (
+    CopyId,
+    Disconnect,
+    DropSums,
+    OpenCopy,
+    RankOrder,
+    RankReport,
+    RevokePeer,
+    SpansMoved,
+    SpansPlanned,
+    SpansSummed,
+    SumSpans,
+)
 from kvbaton.core.handoff import HandoffKey, Incarnation
 from kvbaton.core.timeline import Side
 from kvbaton.transport.base import PeerRank
@@ -21,6 +34,11 @@ class RankWatch:
     def __init__(self) -> None:
         self._to_sum: dict[tuple[Side, HandoffKey], set[CopyId]] = defaultdict(set)
         """Of which copies each side of a hand-off is summed."""
+        self._counting: set[CopyId] = set()
+        """Copies to peers that count what is written to them."""
+        self._planned: dict[CopyId, set[int]] = defaultdict(set)
+        """Spans of them that were reported as on their way."""
+        self._last_planned: SpansPlanned | None = None
         self.offers = 0
         """How often a batch was offered to the transport in this turn."""
 
@@ -30,11 +48,28 @@ class RankWatch:
             self._to_sum[order.side, order.copy.key].add(order.copy)
         elif isinstance(order, DropSums):
             self._to_sum.pop((order.side, order.key), None)
+        elif isinstance(order, OpenCopy) and order.counts_arrivals:
+            self._counting.add(order.copy)
 
     def report_problem(self, report: RankReport) -> str:
         """What is wrong with a report."""
         if isinstance(report, SpansSummed) and report.copy not in self._to_sum.get((report.side, report.copy.key), ()):
             return f"it was not to be summed, or not any longer: {report}"
+        return ""
+
+    def planned_problem(self, report: RankReport) -> str:
+        """What is wrong with a report of spans: those for a peer that counts are on their way once, and then moved."""
+        if isinstance(report, SpansPlanned):
+            planned = self._planned[report.copy]
+            if report is self._last_planned:
+                return ""  # passed on twice: that it counts once is up to the source
+            self._last_planned = report
+            if report.copy not in self._counting or not planned.isdisjoint(report.spans):
+                return f"its peer does not count them, or they were on their way before: {report}"
+            planned.update(report.spans)
+        elif isinstance(report, SpansMoved) and report.copy in self._counting:
+            unplanned = set(report.spans) - self._planned[report.copy]
+            return f"its peer counts {unplanned}, and they were not on their way: {report}" if unplanned else ""
         return ""
 
     def session_problem(

@@ -89,7 +89,7 @@ def source_place(record: SourceRecord | None) -> tuple[object, ...]:
     """Where a hand-off stands at its source; a message that is about another one leaves it there."""
     if record is None:
         return ()
-    flags = (record.is_asked, record.is_confirmed, record.stop_asked, record.superseded_by)
+    flags = (record.is_asked, record.is_confirmed, record.stop_asked, record.superseded_by, record.is_released)
     return record.state, record.target, record.grant_number, record.generation, len(record.spans), record.lease_until, *flags
 
 
@@ -99,13 +99,15 @@ def target_place(record: TargetRecord | None) -> tuple[object, ...]:
         return ()
     counts = (len(record.spans), record.span_count, len(record.source_sums), len(record.open_copies))
     flags = (record.aux is None, record.aux_pointer is None, record.is_confirmed, record.peer_is_quiet)
-    return record.state, record.source, record.grant, record.generation, record.give_up_at, *counts, *flags
+    kept = (record.give_up_at, record.early_confirmed)
+    return record.state, record.source, record.grant, record.generation, *kept, *counts, *flags
 
 
 def _stands(record: TargetRecord) -> tuple[object, ...]:
     """How far it has got: as long as this is the same, no message of its source but a heartbeat renews a deadline."""
     moved = sum(map(len, record.moved.values()))
-    return record.state, record.generation, record.span_count is None, moved, len(record.sums), record.aux is None
+    counts = (moved, len(record.sums), record.arrived_bytes)
+    return record.state, record.generation, record.span_count is None, *counts, record.aux is None
 
 
 class Reactions:
@@ -376,7 +378,8 @@ class Reactions:
 
         def check(sent: list[Message]) -> Broken:
             del sent
-            is_kept = is_serving and self._source.live.get(release.key) is record
+            # One whose own copies were not acknowledged yet ends when they are.
+            is_kept = is_serving and self._source.live.get(release.key) is record and not record.is_released
             return (TAKEN, f"still {record.state} after {release}") if is_kept else None
 
         return check
@@ -558,9 +561,11 @@ class Reactions:
         if key is None:
             return _nothing
         record = self._target.live.get(key)
+        if isinstance(message, Confirmed) and record is not None and self._is_early(sender, record, message):
+            return lambda _: None if record.early_confirmed == message else (TAKEN, f"{message} is not kept")
         if record is None or record.source != sender or not self._is_current(record, message):
             return self._unchanged(key, message)
-        state, is_reading = record.state, record.executor is Executor.TARGET_READS
+        state, is_reading, early = record.state, record.executor is Executor.TARGET_READS, record.early_confirmed
         is_by_message = isinstance(message, AuxSent) and message.aux is None and record.aux_channel is AuxChannel.CONTROL
         stands = _stands(record)
         generation, blocks, give_up_at = record.generation, sum(map(len, record.source_blocks)), record.give_up_at
@@ -584,6 +589,8 @@ class Reactions:
                     is_taken = record.generation == message.generation and record.span_count is not None
                     # One of another length is not what was asked for, and ends it.
                     is_taken = is_taken and record.allocation is not None and record.allocation.tokens == message.tokens
+                    if early is not None and (early.generation, early.span_count) == (message.generation, message.span_count):
+                        is_taken = is_taken and record.is_confirmed
                 case AuxSent():
                     has_aux = record.aux is not None or record.aux_pointer is not None
                     is_taken = has_aux or is_by_message or _has(sent, Grant, key)
@@ -597,11 +604,18 @@ class Reactions:
                     is_unproven = message.stale and not message.sequence and not is_reading and record.state in _CLOSING
                     is_taken = record.peer_is_quiet or is_unproven or (message.stale and record.grant != message.grant)
                 case Over() | Stopped():
-                    is_taken = record.peer_is_quiet or message.grant != record.grant or state not in _CLOSING
+                    # What may still land is fenced, and not waited for.
+                    is_quiet = record.peer_is_quiet or (message.may_land and record.state is not TargetState.STOPPING)
+                    is_taken = is_quiet or message.grant != record.grant or state not in _CLOSING
             is_taken = is_taken or (state in _CLOSING and not isinstance(message, Refused | Over | Stopped))
             return None if is_taken else (TAKEN, f"{state}: {message} has no effect")
 
         return check
+
+    def _is_early(self, sender: Incarnation, record: TargetRecord, confirmed: Confirmed) -> bool:
+        """Whether a source that writes confirms what its target does not know to be complete yet."""
+        is_ours = record.source == sender and record.grant == confirmed.grant
+        return is_ours and record.executor is Executor.SOURCE_WRITES and record.span_count is None
 
     def _is_current(self, record: TargetRecord, message: SourceMessage) -> bool:
         """Whether a message of the source is about the grant and the generation in hand, or a later generation."""

@@ -115,6 +115,8 @@ def _source_problems(record: SourceRecord, ranks: int) -> Iterator[str]:
     if state is SourceState.SERVING and (not is_checked or len(record.sums) == ranks * count):
         if record.writes and moved == ranks * count and not record.is_confirmed:
             yield "everything is written, and not confirmed"
+        if record.is_released and moved == ranks * count:
+            yield "everything is written, and released, and it does not end"
         if record.is_asked and not record.writes:
             yield "everything is summed, and the question is not answered"
 
@@ -165,7 +167,8 @@ def _target_problems(record: TargetRecord, ranks: int, is_summed: bool) -> Itera
     # What has to follow from counts, and has not.
     if state is TargetState.FILLING:
         if record.span_count is not None and record.aux is not None:
-            is_in = moved == ranks * record.span_count if is_reading else record.is_confirmed
+            is_written = record.is_confirmed and record.written_bytes in (None, record.arrived_bytes)
+            is_in = moved == ranks * record.span_count if is_reading else is_written
             if is_summed and not is_reading and is_in and len(spans) == record.span_count and not record.summing:
                 yield "everything is written and announced, and is not being summed"
             if is_in and (not is_summed or len(record.sums) == ranks * record.span_count):
@@ -190,7 +193,8 @@ def alarm_problems(source: SourceSide, target: TargetSide) -> Iterator[str]:
         state = record.state
         if state is not SourceState.STOPPING:
             until = record.capped_at
-            if record.lease_until < until and not (state is SourceState.QUEUED and record.target is None):
+            is_alone = state is SourceState.QUEUED and record.target is None
+            if record.lease_until < until and not is_alone and not record.is_released:
                 until = record.lease_until
             if alarms.get(record.key, math.inf) > until:
                 yield f"{record.key}, {state} source: no alarm is set for its deadline"

@@ -686,6 +686,8 @@ class Run:
         """A side that waits for its peer, and receives nothing about the hand-off, ends when its limit is over."""
         if record.state in (SourceState.QUEUED, TargetState.QUEUED):
             return
+        if isinstance(record, SourceRecord) and record.is_released:
+            return  # its peer is done, and it waits for its own copies only
         limits = self.cluster.limits
         limit = limits.defer_timeout if isinstance(record, SourceRecord) else limits.transfer_timeout
         silent_s = self.world.now - max(since, self.cluster.watch.seen_at.get((name, record.key), 0.0))

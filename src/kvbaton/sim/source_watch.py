@@ -105,8 +105,8 @@ class SourceWatch:
         granted: tuple[object, ...] = (record.target, grant.cached_tokens, grant.tokens or None)
         stated: tuple[object, ...] = (order.peer, order.cached_tokens, order.total_tokens)
         if isinstance(order, OpenCopy):
-            granted = (*granted, grant.blocks, grant.epoch, grant.executor)
-            stated = (*stated, order.target_blocks, order.epoch, order.executor)
+            granted = (*granted, grant.blocks, grant.epoch, grant.executor, grant.counts_arrivals)
+            stated = (*stated, order.target_blocks, order.epoch, order.executor, order.counts_arrivals)
         else:
             granted = (*granted, record.blocks, grant.integrity)
             stated = (*stated, order.blocks, order.integrity)
@@ -192,6 +192,9 @@ class SourceWatch:
                 sums = {(each.leg, each.span): each.value for each in message.sums}
                 if message.span_count != count or sums != sums_by_leg(record.sums):
                     return f"{count} spans have the sums {sums_by_leg(record.sums)}: {message}"
+                is_counted = record.grant is not None and record.grant.counts_arrivals
+                if message.written_bytes != (record.written_bytes if is_counted else None):
+                    return f"{record.written_bytes} bytes are on their way, counted by the target ({is_counted}): {message}"
                 if not self._is_noted(key, Stage.CONFIRMED):
                     return f"not noted: {message}"
         return ""
@@ -203,6 +206,7 @@ class SourceWatch:
             for record in self._source.live.values()
             if record.target == recipient
             and record.state is not SourceState.STOPPING
+            and not record.is_released  # its target is done
             and (record.state is not SourceState.PARKED or record.parked_at >= busy_since)
         ]
         return "" if list(beat.live) == due else f"{due} wait for a sign of life: {beat}"

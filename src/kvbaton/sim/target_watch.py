@@ -1,19 +1,22 @@
 """What a target is held to in what it sends, orders and notes: that its grants are numbered without gaps and carry what the
-source needs and no more, that an aux record is fetched in one way at a time, and that its notes for operators are true.
+source needs and no more, that an aux record is fetched in one way at a time, that its ranks report arrivals for grants that
+state so and for no other, and that its notes for operators are true.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from kvbaton.agent.coordinator import Coordinator
-from kvbaton.agent.rank_orders import AuxRead, CopyId, RankOrder, ReadAux, SpansMoved
+from kvbaton.agent.rank_orders import Arrived, AuxRead, CopyId, RankOrder, RankReport, ReadAux, SpansMoved
 from kvbaton.core.handoff import AuxChannel, Executor, HandoffKey, Incarnation
 from kvbaton.core.lifecycle import TargetState
 from kvbaton.core.messages import Grant, Message, Refused
 from kvbaton.core.timeline import Note, Side, Stage
 
 __all__ = ["TargetWatch"]
+
+_FILLING = frozenset({TargetState.GRANTED, TargetState.FILLING, TargetState.CLEARING})
 
 
 class TargetWatch:
@@ -33,6 +36,10 @@ class TargetWatch:
         """By source: the last number in sequence that it was sent, and those that it named as used when it refused one."""
         self._moved: list[Note] = []
         """What was noted as moved since this was last looked at."""
+        self._arrived: Counter[CopyId] = Counter()
+        """Bytes that have come, as far as that was reported, by copy."""
+        self._numbers: Counter[int] = Counter()
+        """By rank, the number of its last report of such bytes."""
         self._counted: set[tuple[CopyId, int, int]] = set()
         """Spans that were counted, by copy and rank: one that is reported again is noted once."""
 
@@ -52,6 +59,9 @@ class TargetWatch:
             return ""
         if bool(message.blocks) is not (message.executor is Executor.SOURCE_WRITES):
             return f"blocks are for a source that writes, and for no other: {message}"
+        counts = message.executor is Executor.SOURCE_WRITES and vars(self._target)["_ranks"].counts_arrivals
+        if message.counts_arrivals is not counts:
+            return f"its ranks count what this source writes ({counts}): {message}"
         before = self._granted.get((message.key, message.grant))
         self._granted[message.key, message.grant] = message
         if before is None:
@@ -76,6 +86,26 @@ class TargetWatch:
             if grant is not None and grant.aux_channel is AuxChannel.CONTROL:
                 return f"the aux record comes in a message: {order}"
         return ""
+
+    def arrived_problem(self, report: RankReport) -> str:
+        """What is wrong with a report of bytes that have come: they are counted for grants that state so, and for no other."""
+        if isinstance(report, Arrived):
+            grant = self._granted.get((report.copy.key, report.copy.grant))
+            if grant is not None and not grant.counts_arrivals:
+                return f"the source does not count on it: {report}"
+        return ""
+
+    def counted_problem(self, report: Arrived) -> str:
+        """What is wrong with the count after a report of bytes that have come was taken: it has those of one generation."""
+        if report.number > self._numbers[report.rank]:
+            self._numbers[report.rank] = report.number
+            self._arrived[report.copy] += report.stored_bytes
+        record = self._target.live.get(report.copy.key)
+        is_counting = record is not None and record.copy == report.copy and record.source == report.peer
+        if not is_counting or record is None or record.state not in _FILLING:
+            return ""
+        counted, arrived = record.arrived_bytes, self._arrived[report.copy]
+        return "" if counted == arrived else f"{counted} bytes are counted, and {arrived} have come: {report}"
 
     def moved_problem(self, report: SpansMoved, is_counted: bool) -> str:
         """What is wrong with the notes about a report that was just taken: they share out its bytes, by tokens and layers."""

@@ -18,7 +18,7 @@ from kvbaton.sim.memory import RankMemory, TaggedCell
 from kvbaton.sim.network import Network
 from kvbaton.sim.rank_watch import RankWatch
 from kvbaton.sim.world import SimProcess, World
-from kvbaton.transport.base import BATCH_BYTES, AfterEvent, Batch, Completion, Direction, LateWrites, PeerRank, Ticket
+from kvbaton.transport.base import BATCH_BYTES, AfterEvent, Arrival, Batch, Completion, Direction, LateWrites, PeerRank, Ticket
 
 __all__ = ["Fabric", "FencingSimTransport", "SimRank", "SimTransport"]
 
@@ -48,6 +48,8 @@ class _PostedBatch:
     moved: int = 0
     cancelled: bool = False
     error: str = ""
+    is_given_up: bool = False
+    """Whether its connection was given up, and not the batch by its owner: what was sent may lie in a buffer of the peer."""
 
 
 @dataclass(slots=True)
@@ -100,6 +102,7 @@ class SimTransport:
         self.open_sessions: set[PeerRank] = set()
         self._epoch = 1
         self.peer_epochs: dict[PeerRank, int] = {}
+        self._arrivals: list[Arrival] = []
         self.context: CopyId | None = None
         self.fail_next = 0
         self.corrupt_next = 0
@@ -185,6 +188,7 @@ class SimTransport:
         if self.fail_next > 0:
             self.fail_next -= 1
             posted.error = "TransportError: the simulated copy failed"
+            posted.is_given_up = True
         self._posted[ticket] = posted
         self._schedule(posted)
         return ticket
@@ -224,6 +228,7 @@ class SimTransport:
                 ends = frozenset({self.address, self.address if peer is None else peer.address})
                 self._fabric.outlasting[posted.copy.key] = ends
             if self._is_severed_from(self._fabric.ranks.get(posted.batch.peer)):
+                posted.is_given_up = True
                 # Nothing is in flight: it need not wait until the link is looked at again.
                 self._fabric.world.at(max(self._fabric.world.now, self.stall_until), self._process, lambda: self._move(posted))
 
@@ -309,6 +314,11 @@ class SimTransport:
             cell = giver.memory.cells[source]
             taker.land(target, cell.corrupted() if is_corrupt else cell, posted.copy)
         posted.moved += count
+        if posted.batch.notice and not posted.moves:
+            taker.on_arrival(Arrival(self._me, posted.batch.notice, posted.moved))
+
+    def on_arrival(self, arrival: Arrival) -> None:
+        """A write of a peer is complete; only one that can fence a peer counts them."""
 
     def land(self, at: int, cell: TaggedCell, copy: CopyId) -> None:
         """Put one cell into this rank's memory; a write outside its epoch is noticed here."""
@@ -330,25 +340,52 @@ class SimTransport:
         return self._fabric.library_writes and self._fabric.world.now < self._process.died_at + _ORPHANED_S
 
     def _land_late(self, posted: _PostedBatch) -> None:
-        """What the library had on its way when the batch failed, or was cancelled, lands after all."""
+        """What was on its way when the batch failed, or was cancelled, lands after all."""
         peer = self._fabric.ranks.get(posted.batch.peer)
         if peer is not None and posted.moves and posted.batch.direction is Direction.WRITE:
             self._carry(posted, self, peer)
 
+    def _may_land(self, posted: _PostedBatch) -> bool:
+        """Whether it is known, and reported, that bytes of a batch which has ended may land: libraries do not state that."""
+        del posted
+        return False
+
     def _complete(self, posted: _PostedBatch) -> None:
         del self._posted[posted.ticket]
-        if self._fabric.library_writes and posted.error:
+        may_land = self._may_land(posted)
+        if may_land or (self._fabric.library_writes and posted.error):
             late_s = self._fabric.world.random.choice((0.1, 1.0, 5.0))
             self._fabric.world.after(late_s, None, lambda: self._land_late(posted))
         error = posted.error or ("cancelled" if posted.cancelled and posted.moves else "")
         if error:
             self.errors.setdefault(posted.copy, []).append(error)
-        self._done.append(Completion(posted.ticket, posted.moved, error, bool(error) and posted.cancelled))
+        self._done.append(Completion(posted.ticket, posted.moved, error, bool(error) and posted.cancelled, may_land))
         self._fabric.world.at(self._fabric.world.now, self._process, self._wake)
 
 
 class FencingSimTransport(SimTransport):
-    """One that can fence a peer, or all of them by registering its memory anew. No such writer is shipped."""
+    """One that can fence a peer, or all of them by registering its memory anew; as `tcp` with `fenced_writes`.
+
+    What it had sent over a connection that it gives up may be stored by its peer later, until that fences it.
+    """
+
+    def on_arrival(self, arrival: Arrival) -> None:
+        """Report it here at once; the writer learns it one move later."""
+        self._arrivals.append(arrival)
+        self._fabric.world.at(self._fabric.world.now, self._process, self._wake)
+
+    def take_arrivals(self) -> list[Arrival]:
+        arrivals, self._arrivals = self._arrivals, []
+        return arrivals
+
+    def _may_land(self, posted: _PostedBatch) -> bool:
+        is_write = posted.batch.direction is Direction.WRITE and self.late_writes is LateWrites.REVOCABLE
+        return posted.is_given_up and is_write and bool(posted.moves)
+
+    def _land_late(self, posted: _PostedBatch) -> None:
+        peer = self._fabric.ranks.get(posted.batch.peer)
+        if peer is not None and peer._process.is_alive and peer._accepts(self._me, posted):  # noqa: SLF001
+            super()._land_late(posted)
 
     def fence_peer(self, peer: PeerRank, epoch: int) -> None:
         self.peer_epochs[peer] = max(epoch, self.peer_epochs.get(peer, 0))

@@ -19,7 +19,7 @@ What every implementation promises:
 - `poll` returns at once, each ticket exactly once. A completion without an error means that every byte of the batch is
   visible in target memory, be that here or at the peer, and that it is the peer that was meant; a completion with one means
   that the mover will not touch this side's memory for it again. What a write that has failed had on its way may still land at
-  the peer: that is what UNFENCED means.
+  the peer: for good where that is UNFENCED, until the peer revokes or fences this side where that is REVOCABLE.
 - `cancel` asks; the answer is the ticket's completion (cancelled, or finished first), after which its memory is quiet.
 - `revoke(peer)` ends all use of the peer: its tickets complete with an error, later posts to it are refused until it is
   connected anew.
@@ -53,6 +53,7 @@ from kvbaton.wire.tls import ClusterTls
 
 __all__ = [
     "AfterEvent",
+    "Arrival",
     "BATCH_BYTES",
     "Batch",
     "Completion",
@@ -64,10 +65,13 @@ __all__ = [
     "Region",
     "RegionStaging",
     "FencingTransport",
+    "ReportingTransport",
     "Runs",
     "Ticket",
     "Transport",
     "TransportSettings",
+    "WrappingTransport",
+    "fencing_of",
 ]
 
 Ticket = NewType("Ticket", int)
@@ -172,7 +176,8 @@ class TransportSettings:
     `tls` has the certificates with which `tcp` encrypts (None: it does not); both ends need them.
     `admits` decides with which IP addresses `tcp` exchanges data (None: all).
     `unfenced_writes` lets peers write into this side's memory, and this side into theirs, over libraries that cannot take the
-    right to do so back (`nixl`, `mooncake`, `mori`); the others do not write at all.
+    right to do so back (`nixl`, `mooncake`, `mori`); `fenced_writes` does so over `tcp`, where this side's own process stores
+    what comes and refuses what is stale. The others do not write at all.
     `library` has settings that only one transport knows, by name; the table of transports has their defaults and limits.
     """
 
@@ -191,6 +196,7 @@ class TransportSettings:
     admits: Callable[[str], bool] | None = field(default=None, repr=False, compare=False)
     tls: ClusterTls | None = None
     unfenced_writes: bool = False
+    fenced_writes: bool = False
     library: Mapping[str, int | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -224,6 +230,8 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
     runs: Runs | Plan
     epoch: int = 0
     """Under which registration of the peer's memory a write was granted; reads do not need one."""
+    notice: bytes = b""
+    """What the peer's `take_arrivals` hands out once every byte of a write is in; only where `ReportingTransport` is kept."""
 
     @property
     def wire_bytes(self) -> int:
@@ -238,6 +246,17 @@ class Completion(msgspec.Struct, frozen=True):
     moved_bytes: int
     error: str = ""
     cancelled: bool = False
+    may_land: bool = False
+    """Whether bytes of a write that has ended early were sent and not acknowledged: they may land until the peer fences us."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A write of `peer` with a notice, of which every byte is in this side's memory: as many as this side has stored."""
+
+    peer: PeerRank
+    notice: bytes
+    stored_bytes: int
 
 
 class Transport(Protocol):
@@ -294,3 +313,34 @@ class FencingTransport(Protocol):
 
     def reset_region(self, epoch: int) -> None:
         """Register this rank's memory anew as `epoch`; writes posted under an earlier one never land afterwards."""
+
+
+@runtime_checkable
+class WrappingTransport(Protocol):
+    """One that adds something to another, which stores what peers write and can fence them or not."""
+
+    @property
+    def inner(self) -> Transport:
+        """The other."""
+
+
+def fencing_of(transport: Transport) -> FencingTransport | None:
+    """What fences the writers of `transport`, which may be wrapped; None where nothing can.
+
+    A wrapper does not pass the calls on by itself: it would look as if it could fence where its inner one cannot, and blocks
+    would be freed for a fence that never was.
+    """
+    while isinstance(transport, WrappingTransport):
+        transport = transport.inner
+    return transport if isinstance(transport, FencingTransport) else None
+
+
+@runtime_checkable
+class ReportingTransport(Protocol):
+    """One whose owner of the target memory knows by itself when a write is complete, without a message of the writer."""
+
+    def take_arrivals(self) -> list[Arrival]:
+        """Hand out the notices of writes that are complete here, each once; `wakeup_fd` is readable for them too.
+
+        Call it after each `poll`, which makes `wakeup_fd` unreadable again.
+        """

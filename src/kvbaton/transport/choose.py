@@ -205,7 +205,7 @@ class AutoTransport:
             for key, completion in self._arrived():
                 ticket = self._own.pop(key)
                 posted = self._tickets.pop(ticket)
-                found.append(Completion(ticket, completion.moved_bytes, completion.error, completion.cancelled))
+                found.append(msgspec.structs.replace(completion, ticket=ticket))
                 if self._chosen.get(posted.peer) is not posted.choice:
                     continue
                 if not completion.error:
@@ -304,13 +304,19 @@ def _decoded(endpoint: Endpoint, name: str) -> Endpoint:
         raise TransportError(f"auto endpoint: {name} is not usable ({error}); fetch its card again") from error
 
 
-def check_writes(name: str, unfenced_writes: bool) -> None:
-    """Raise ConfigError for an unknown name, and when writes are requested of a transport that cannot write unfenced."""
+def check_writes(name: str, unfenced_writes: bool, fenced_writes: bool = False) -> None:
+    """Raise ConfigError for an unknown name, and when writes are requested of a transport that cannot write that way."""
     entry = transport_entry(name)
-    if unfenced_writes and LateWrites.UNFENCED not in entry.promises.values():
-        why = "may choose one that only reads" if name == AUTO else "only reads: the owner of the target memory copies"
-        writers = sorted(each.name for each in transport_entries() if LateWrites.UNFENCED in each.promises.values())
-        raise ConfigError(f"unfenced_writes is on, and transport {name} {why}; leave it out, or choose {', '.join(writers)}")
+    wanted = (("unfenced_writes", unfenced_writes, LateWrites.UNFENCED), ("fenced_writes", fenced_writes, LateWrites.REVOCABLE))
+    for setting, is_on, promise in wanted:
+        if is_on and promise not in entry.promises.values():
+            why = "only reads: the owner of the target memory copies"
+            if name == AUTO:
+                why = "may choose one that only reads"
+            elif entry.can_write:
+                why = f"writes with {next(other for other, _, kind in wanted if kind in entry.promises.values())} only"
+            writers = sorted(each.name for each in transport_entries() if promise in each.promises.values())
+            raise ConfigError(f"{setting} is on, and transport {name} {why}; leave it out, or choose {', '.join(writers)}")
 
 
 def check_encrypts(entry: TransportEntry, settings: TransportSettings) -> None:
@@ -325,7 +331,7 @@ def check_encrypts(entry: TransportEntry, settings: TransportSettings) -> None:
 
 def open_transport(name: str, region: Region, settings: TransportSettings) -> Transport:
     """Open the transport that users call `name` over this rank's region. Raises ConfigError for an unknown name."""
-    check_writes(name, settings.unfenced_writes)
+    check_writes(name, settings.unfenced_writes, settings.fenced_writes)
     return open_entry(transport_entry(name), region, settings)
 
 

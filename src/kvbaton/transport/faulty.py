@@ -86,6 +86,10 @@ class FaultyTransport:
             self._faults = faults
 
     @property
+    def inner(self) -> Transport:
+        return self._inner
+
+    @property
     def wakeup_fd(self) -> int:
         return self._inner.wakeup_fd
 

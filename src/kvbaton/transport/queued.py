@@ -17,7 +17,7 @@ import abc
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -84,6 +84,8 @@ class BatchJob(Generic[L]):
     cursor: RunCursor
     after: AfterEvent | None
     direction: Direction = Direction.READ
+    epoch: int = 0
+    notice: bytes = b""
     moved_bytes: int = 0
 
 
@@ -174,6 +176,7 @@ class Ledger(Generic[L]):
         self._begun: _BegunBatch[L] | None = None
         self._moved: list[tuple[Ticket, L, int]] = []
         """What callers have moved themselves, and how many bytes; it completes once the peer of each is confirmed."""
+        self._is_rung = False
         self._loops = load_loops()
         self._region = region
         self._settings = settings
@@ -236,7 +239,7 @@ class Ledger(Generic[L]):
                     f"queue full: {self._settings.max_in_flight} batches are in flight (max_in_flight); poll, then post again"
                 )
             self._confirm_moved()  # what was posted before is to complete before
-            job = BatchJob(self._number(batch.peer), known.link, cursor, after, batch.direction)
+            job = BatchJob(self._number(batch.peer), known.link, cursor, after, batch.direction, batch.epoch, batch.notice)
             self._jobs[job.ticket] = job
             self._command(PostJob(job))
         return job.ticket
@@ -313,19 +316,20 @@ class Ledger(Generic[L]):
         with self._lock:
             return job.ticket in self._jobs
 
-    def finish(self, job: BatchJob[L], error: str = "", *, cancelled: bool = False) -> None:
-        """End `job`; the mover calls it exactly once, when it no longer touches memory for it."""
+    def finish(self, job: BatchJob[L], error: str = "", *, cancelled: bool = False, may_land: bool = False) -> None:
+        """End `job`; the mover calls it exactly once, when it no longer touches this side's memory for it."""
         with self._lock:
             if self._jobs.pop(job.ticket, None) is None:
                 raise Bug(f"ticket {job.ticket} was finished twice")
             self._look_at_begun()  # it was posted before, and is to complete before
-            self._complete(job, error, cancelled)
+            self._complete(job, error, cancelled, may_land)
 
     def take_completions(self) -> list[Completion]:
         """What has finished since the last call."""
-        if not self._completions and not self._moved and self._begun is None:
+        if not self._completions and not self._moved and self._begun is None and not self._is_rung:
             return []  # what is added now sets `done` afterwards, so that the caller comes again
         with self._lock:
+            self._is_rung = False
             # Cleared first: a byte of the starter that is taken here belongs to a batch that is then seen to have ended.
             self.done.clear()
             self._confirm_moved()
@@ -336,6 +340,12 @@ class Ledger(Generic[L]):
             for completion in completions:
                 self._uncount(self._peer_of.pop(completion.ticket))
             return completions
+
+    def ring(self) -> None:
+        """Have the caller of `take_completions` woken once, although nothing has finished."""
+        with self._lock:  # with the flag: one that is set when `done` was just cleared would leave it set for ever
+            self._is_rung = True
+            self.done.set()
 
     def shut(self, reason: str) -> None:
         """Accept nothing more and have the mover end; the first reason stays."""
@@ -354,7 +364,9 @@ class Ledger(Generic[L]):
         self._wait_begun(begun)
         with self._lock:
             for ticket in [ticket for ticket in self._jobs if ticket not in but]:
-                self._complete(self._jobs.pop(ticket), self._shut_reason, cancelled=False)
+                job = self._jobs.pop(ticket)
+                # Of a mover that has ended nothing more is known: what it had sent of a write may land.
+                self._complete(job, self._shut_reason, cancelled=False, may_land=job.direction is Direction.WRITE)
 
     def close(self) -> None:
         """Give the descriptors back."""
@@ -457,9 +469,9 @@ class Ledger(Generic[L]):
         self._commands.append(command)
         self.work.set()
 
-    def _complete(self, job: BatchJob[L], error: str, cancelled: bool) -> None:
+    def _complete(self, job: BatchJob[L], error: str, cancelled: bool, may_land: bool) -> None:
         self._cancelling.discard(job.ticket)
-        self._completions.append(Completion(job.ticket, job.moved_bytes, error, cancelled))
+        self._completions.append(Completion(job.ticket, job.moved_bytes, error, cancelled, may_land))
         self.done.set()
 
 
@@ -520,6 +532,10 @@ class Schedule(Generic[L]):
         """The first ready job of `link`."""
         jobs = self._ready.get(link)
         return next(iter(jobs.values())) if jobs else None
+
+    def ready(self, link: L) -> Iterator[BatchJob[L]]:
+        """The ready jobs of `link`, in order; nothing may be taken out or in between two of them."""
+        return iter(self._ready.get(link, OrderedDict()).values())
 
     def next_turn(self) -> BatchJob[L] | None:
         """The first ready job of the link whose turn it is; the turn then passes on."""

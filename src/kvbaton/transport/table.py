@@ -151,7 +151,7 @@ class TransportEntry:
     name:        how users choose it
     opener:      called with the region and the `TransportSettings`; returns the transport. Raises KVBatonError
     promises:    the directions that can be chosen, and what each lets a peer do late to this side's memory; a direction that
-                 is UNFENCED has to be chosen with `unfenced_writes`
+                 is UNFENCED has to be chosen with `unfenced_writes`, one that is REVOCABLE with `fenced_writes`
     memory:      the kinds of memory that it moves
     crosses_hosts: whether peers may be on other hosts
     encrypts:    whether it encrypts with the certificates of `TransportSettings.tls`
@@ -193,6 +193,11 @@ class TransportEntry:
     def can_write(self) -> bool:
         """Whether `post` can be made to accept writes."""
         return Direction.WRITE in self.promises
+
+    def writing(self, is_on: bool) -> dict[str, Any]:
+        """The setting of `TransportSettings` with which writes are chosen, or left out."""
+        is_fenced = self.promises.get(Direction.WRITE) is LateWrites.REVOCABLE
+        return {"fenced_writes" if is_fenced else "unfenced_writes": is_on}
 
     def why_not_here(self) -> str:
         """Why the transport cannot run on this machine, as far as `check` finds; else an empty string."""
@@ -253,6 +258,7 @@ TRANSPORTS: dict[str, TransportEntry] = {
         TransportEntry(
             name="tcp",
             opener="kvbaton.transport.tcp:TcpTransport",
+            promises={Direction.READ: LateWrites.IMPOSSIBLE, Direction.WRITE: LateWrites.REVOCABLE},
             memory=frozenset(MemoryKind),
             crosses_hosts=True,
             encrypts=True,

@@ -73,7 +73,7 @@ def run_verify(
     pair: VerifiedPair, settings: VerifySettings, progress: Progress, on_row: Callable[[RequestRow], None]
 ) -> Report:
     """Do it; raises KVBatonError when it could not be run at all."""
-    check_writes(pair.transport, pair.handoff.unfenced_writes)
+    check_writes(pair.transport, pair.handoff.unfenced_writes, pair.handoff.fenced_writes)
     engines = find_engine(pair.engine), find_engine(pair.decode_engine or pair.engine, "--decode-engine")
     counts = StoredCounts() if settings.connector != OWN_CONNECTOR else None
     prefill, decode = _options(pair, settings, counts.directory if counts is not None else "")

@@ -134,6 +134,8 @@ class ScriptedRanks:
     executor: Executor = Executor.TARGET_READS
     report: Callable[[RankReport], None] = print
     refusal: Exception | None = None
+    counts_arrivals: bool = field(default=False, kw_only=True)
+    fences_writers: bool = field(default=False, kw_only=True)
     copies: dict[tuple[int, CopyId], OpenCopy] = field(default_factory=dict)
     moves: list[Move] = field(default_factory=list)
     stops: list[tuple[int, CopyId]] = field(default_factory=list)

@@ -14,6 +14,7 @@ from agent_rig import Clock, card_of, key_of, layout_of_tokens
 
 from kvbaton.agent.rank import RankAgent, RankControls, _neighbours
 from kvbaton.agent.rank_orders import (
+    Arrived,
     AuxRead,
     CloseCopy,
     Connect,
@@ -32,6 +33,7 @@ from kvbaton.agent.rank_orders import (
     RevokePeer,
     SpansMoved,
     StopCopy,
+    encode_copy,
 )
 from kvbaton.core import plan
 from kvbaton.core.card import Card, Endpoint, RankCard
@@ -41,6 +43,7 @@ from kvbaton.errors import QueueFull, TransportError
 from kvbaton.transport.base import (
     BATCH_BYTES,
     AfterEvent,
+    Arrival,
     Batch,
     Completion,
     Direction,
@@ -294,6 +297,18 @@ class Fencing(Scripted):
         self.epochs.append(epoch)
 
 
+class Reporting(Fencing):
+    """The same, and it reports what peers have written."""
+
+    def __init__(self, late_writes: LateWrites, directions: set[Direction]) -> None:
+        super().__init__(late_writes, directions)
+        self.arrivals: list[Arrival] = []
+
+    def take_arrivals(self) -> list[Arrival]:
+        arrivals, self.arrivals = self.arrivals, []
+        return arrivals
+
+
 class Full(Scripted):
     """The same with batches of one byte, and it has room for so many more."""
 
@@ -336,6 +351,31 @@ def test_peers_write_only_where_they_can_be_fenced_or_the_operator_asked_for_it(
 ) -> None:
     agent, _ = scripted(Scripted(late_writes, directions), unfenced_writes=unfenced_writes)
     assert agent.executor is executor
+
+
+@pytest.mark.parametrize(
+    ("transport", "unfenced_writes", "fences", "counts"),
+    [
+        (Reporting(LateWrites.REVOCABLE, BOTH), False, True, True),
+        (Reporting(LateWrites.REVOCABLE, {Direction.READ}), False, True, False),
+        (Reporting(LateWrites.UNFENCED, BOTH), True, False, False),
+        (Reporting(LateWrites.IMPOSSIBLE, {Direction.READ}), False, False, False),
+        (Fencing(LateWrites.REVOCABLE, BOTH), False, True, False),
+    ],
+)
+def test_what_peers_write_is_counted_where_they_write_can_be_fenced_and_are_reported(
+    transport: Scripted, unfenced_writes: bool, fences: bool, counts: bool
+) -> None:
+    agent, _ = scripted(transport, unfenced_writes=unfenced_writes)
+    assert (agent.fences_writers, agent.counts_arrivals) == (fences, counts)
+
+
+def test_what_peers_have_written_is_reported_in_numbers() -> None:
+    transport = Reporting(LateWrites.REVOCABLE, BOTH)
+    agent, reports = scripted(transport)
+    transport.arrivals = [Arrival(PeerRank(PEER), encode_copy(COPY), size) for size in (3, 4)]
+    agent.poll()
+    assert reports == [Arrived(COPY, PEER, 0, 1, 3), Arrived(COPY, PEER, 0, 2, 4)]
 
 
 def test_a_source_that_writes_posts_the_same_runs_the_other_way_under_the_epoch_of_the_grant() -> None:
@@ -515,6 +555,14 @@ def test_a_fence_is_reported_and_holds_for_the_epochs_before_it() -> None:
     agent.handle(ResetRegion(5))
     assert reports[-1] == RegionFenced(5, 0)
     assert transport.epochs == [5]
+
+
+def test_a_session_is_torn_down_where_no_epoch_can_be_fenced() -> None:
+    transport = Scripted(LateWrites.IMPOSSIBLE, {Direction.READ})
+    agent, reports = scripted(transport)
+    agent.handle(RevokePeer(PEER, 3))
+    assert set(transport.revoked) == {PeerRank(PEER)}
+    assert reports == [PeerFenced(PEER, 3, 0)]
 
 
 def test_blocks_are_spoiled_where_a_control_asks_for_that() -> None:

@@ -13,6 +13,7 @@ from agent_rig import card_of, key_of
 
 from kvbaton.agent.channel import Channel, channel_pair
 from kvbaton.agent.rank_orders import (
+    Arrived,
     AuxRead,
     CloseCopy,
     Connect,
@@ -34,6 +35,7 @@ from kvbaton.agent.rank_orders import (
     ResetRegion,
     RevokePeer,
     SpansMoved,
+    SpansPlanned,
     SpansSummed,
     StopCopy,
     SumSpans,
@@ -89,7 +91,8 @@ class Rig:
         self.channel = Channel(here, "rank 0")
         self.loop = RankLoop(0, [LAYOUT], transport, Channel(there, "the coordinator"), 5.0, self.memory.data)
         self.lost: list[str] = []
-        self.ranks = RemoteRanks([self.channel], "memory", self.loop.agent.executor, self.lost.append)
+        executor, fences = self.loop.agent.executor, self.loop.agent.fences_writers
+        self.ranks = RemoteRanks([self.channel], "memory", executor, self.lost.append, fences_writers=fences)
         rank = RankCard(0, LAYOUT, (self.source.endpoint(),))
         self.card = msgspec.structs.replace(card_of(SOURCE), incarnation=SOURCE, ranks=(rank,))
         self.loop.start()
@@ -166,6 +169,8 @@ def test_a_rank_that_is_gone_is_reported_once_and_orders_to_it_are_quiet(rig: Ri
 def test_every_report_survives_its_frame() -> None:
     reports: list[RankReport] = [
         SpansMoved(COPY, 1, (2, 5), 3, 4),
+        SpansPlanned(COPY, 1, (2, 3), 4),
+        Arrived(COPY, SOURCE, 1, 2, 4),
         CopyFailed(COPY, 1, "why"),
         CopyStopped(COPY, 1),
         SpansSummed(COPY, Side.SOURCE, 1, {2: ((4, 3), (5, 6)), 3: ()}, ""),

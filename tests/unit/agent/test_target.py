@@ -160,13 +160,41 @@ def test_a_write_lands_when_the_source_has_confirmed(writing: Rig) -> None:
     assert (grant.executor, grant.blocks) == (Executor.SOURCE_WRITES, BLOCKS)
     writing.announce(0, 1, 2)
     assert writing.ranks.moves == []
-    writing.confirm()
-    assert writing.take_events() == [], "a confirmation counts against what was prefilled"
     writing.finish_prefill()
     assert writing.take_events() == []
     writing.confirm()
     assert outcomes(writing.take_events()) == [Outcome.DELIVERED]
     assert writing.sent(Release) == [Release(KEY, 1)]
+
+
+def test_a_confirmation_that_overtakes_the_prefill_counts_when_that_is_in(writing: Rig) -> None:
+    """A source whose target counts sends both at once, and a connection that was dialled anew keeps no order."""
+    writing.grant()
+    writing.announce(0, 1, 2)
+    writing.confirm()
+    assert writing.take_events() == [], "a confirmation counts against what was prefilled"
+    writing.finish_prefill()
+    assert outcomes(writing.take_events()) == [Outcome.DELIVERED]
+
+
+@pytest.mark.parametrize("wrong", [{"count": TOKENS + 1}, {"generation": 2}])
+def test_a_wrong_confirmation_that_overtakes_the_prefill_is_late(writing: Rig, wrong: dict[str, int]) -> None:
+    writing.grant()
+    writing.announce(0, 1, 2)
+    writing.confirm(**wrong)
+    writing.finish_prefill()
+    assert writing.take_events() == []
+    assert writing.side.late_total["confirmed"] == 1
+    writing.confirm()
+    assert outcomes(writing.take_events()) == [Outcome.DELIVERED]
+
+
+def test_a_confirmation_that_was_not_asked_for_is_not_kept_where_the_target_reads(rig: Rig) -> None:
+    rig.grant()
+    rig.announce(0, 1, 2)
+    rig.confirm()
+    assert rig.side.late_total["confirmed"] == 1
+    assert rig.side.live[KEY].early_confirmed is None
 
 
 def test_in_pull_the_target_reads_whatever_its_transport_can_do() -> None:

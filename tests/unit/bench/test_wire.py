@@ -89,13 +89,21 @@ def test_each_transport_stands_beside_its_peer() -> None:
 
 
 def test_what_only_reads_is_not_asked_to_write() -> None:
-    with pytest.raises(ConfigError, match="local, memcpy: none of them writes; those that do are nixl, mooncake"):
+    with pytest.raises(ConfigError, match="local, memcpy: none of them writes; those that do are tcp, tcp, encrypted, nixl"):
         WireBench(subjects=("local", "memcpy"), direction=Direction.WRITE)
     told: list[str] = []
-    bench = WireBench((64 * KIB,), (MIB,), (1,), subjects=("tcp", "nixl"), rounds=1, idle_s=0.0, direction=Direction.WRITE)
+    bench = WireBench((64 * KIB,), (MIB,), (1,), subjects=("local", "nixl"), rounds=1, idle_s=0.0, direction=Direction.WRITE)
     with contextlib.suppress(ConfigError):  # without NIXL nothing is left
         run_wire_bench(bench, told.append)
-    assert "tcp is left out: it only reads, the owner of the target memory copies" in told
+    assert "local is left out: it only reads, the owner of the target memory copies" in told
+
+
+def test_tcp_is_measured_in_both_directions() -> None:
+    for direction in Direction:
+        bench = WireBench((64 * KIB,), (MIB,), (2,), subjects=("tcp",), rounds=2, idle_s=0.0, direction=direction)
+        report = run_wire_bench(bench)
+        assert report.problems == []
+        assert {row.settings["direction"] for row in report.rows if row.unit == "GB/s"} == {direction.value}
 
 
 def test_writes_of_the_drop_in_stand_beside_reads_of_local_in_the_same_run() -> None:

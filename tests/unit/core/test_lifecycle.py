@@ -50,21 +50,21 @@ CLASSES = {
         "expired": "l l l l l l l l l l l l l l l l l l",
     },
     # allocated peer-known peer-alive stale-grant announced retracted filled confirmed written mismatched refused copy-failed
-    # aborted no-progress peer-gone stop-late quiet quiet-failed quiet-cancelled quiet-expired
+    # aborted no-progress peer-gone writer-lost stop-late quiet quiet-failed quiet-cancelled quiet-expired
     "target": {
-        "queued": "r r r l x x x x x x r r r r r x x x x x",
-        "handshaking": "x r r l x x x x x x r r r r r x x x x x",
-        "granted": "x l r r r r x l x x r r r r r x x x x x",
-        "filling": "x l r l r r r l r r r r r r r x x x x x",
-        "clearing": "x l r l r r x l x x r r r r r x r x x x",
-        "confirming": "x l r l l r l r x r r r r r r x x x x x",
-        "stopping": "l l l l l l l l l l l l l l l r l r r r",
-        "revoking": "l l l l l l l l l l l l l l l r l r r r",
-        "isolated": "l l l l l l l l l l l l l l l r l r r r",
-        "delivered": "l l l l l l l l l l l l l l l l l l l l",
-        "failed": "l l l l l l l l l l l l l l l l l l l l",
-        "cancelled": "l l l l l l l l l l l l l l l l l l l l",
-        "expired": "l l l l l l l l l l l l l l l l l l l l",
+        "queued": "r r r l x x x x x x r r r r r x x x x x x",
+        "handshaking": "x r r l x x x x x x r r r r r x x x x x x",
+        "granted": "x l r r r r x l x x r r r r r x x x x x x",
+        "filling": "x l r l r r r l r r r r r r r x x x x x x",
+        "clearing": "x l r l r r x l x x r r r r r x x r x x x",
+        "confirming": "x l r l l r l r x r r r r r r x x x x x x",
+        "stopping": "l l l l l l l l l l l l l l l r r l r r r",
+        "revoking": "l l l l l l l l l l l l l l l l r l r r r",
+        "isolated": "l l l l l l l l l l l l l l l l r l r r r",
+        "delivered": "l l l l l l l l l l l l l l l l l l l l l",
+        "failed": "l l l l l l l l l l l l l l l l l l l l l",
+        "cancelled": "l l l l l l l l l l l l l l l l l l l l l",
+        "expired": "l l l l l l l l l l l l l l l l l l l l l",
     },
     # posted moved error stop drained
     "copy": {

@@ -10,10 +10,20 @@ import pytest
 
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import QueueFull, RangeError, TransportError
-from kvbaton.transport.base import Batch, Completion, Direction, PeerRank, Region, TransportSettings
+from kvbaton.transport.base import (
+    Batch,
+    Completion,
+    Direction,
+    FencingTransport,
+    PeerRank,
+    Region,
+    TransportSettings,
+    fencing_of,
+)
 from kvbaton.transport.faulty import Faults, FaultyTransport
 from kvbaton.transport.memory import MemoryHub, MemoryTransport
 from kvbaton.transport.mori import MoriTransport
+from kvbaton.transport.tcp import TcpTransport
 from mori_stand_in import MoriWorld
 
 PEER = PeerRank(Incarnation("p"))
@@ -144,3 +154,20 @@ def test_what_is_dropped_of_a_write_is_named_by_its_place_on_this_side() -> None
     assert bytes(there) == bytes([0, 0, 0, 0, 0, 1, 2, 3, 0, 0, 0, 0, 0, 0, 0, 0])
     source.close()
     target.close()
+
+
+def test_writers_are_fenced_through_a_wrapper_where_its_inner_one_can_and_nowhere_else() -> None:
+    """One that reset nothing and looked as if it had would free blocks that a peer still writes to."""
+    region = Region.of(np.zeros(8, np.uint8))
+    fenced = TcpTransport(region, TransportSettings(incarnation=Incarnation("owner"), fenced_writes=True))
+    try:
+        wrapped = FaultyTransport(FaultyTransport(fenced, region, Faults()), region, Faults())
+        assert fencing_of(wrapped) is fencing_of(fenced) is fenced
+        assert not isinstance(wrapped, FencingTransport)
+    finally:
+        fenced.close()
+    plain = MemoryTransport(region, MemoryHub(), TransportSettings(incarnation=Incarnation("plain")))
+    try:
+        assert fencing_of(FaultyTransport(plain, region, Faults())) is None
+    finally:
+        plain.close()

@@ -77,7 +77,7 @@ class BareSettings(msgspec.Struct, frozen=True):
 class Task(msgspec.Struct, frozen=True):
     """Hand-offs `name`-0 to `name`-(count-1) of `tokens` tokens each, at most `in_flight` at a time.
 
-    The target checks every byte of what has landed, or a sample of it.
+    The target checks every byte of what has landed, or a sample of it. To compute a layer takes the source `layer_s`.
     """
 
     name: str
@@ -87,6 +87,7 @@ class Task(msgspec.Struct, frozen=True):
     tokens: int
     chunk_tokens: int
     every_byte: bool = True
+    layer_s: float = 0.0
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
@@ -121,13 +122,17 @@ class Here(msgspec.Struct, frozen=True, tag="here"):
 
 
 class HandoffEnd(msgspec.Struct, frozen=True, array_like=True):
-    """One side of one hand-off is over: how, why, when by its own clock, and how long after it was begun."""
+    """One side of one hand-off is over: how, why, when by its own clock, and how long after it was begun.
+
+    `computed_at` is when a source had computed all of it, and had not reported the last of it yet.
+    """
 
     index: int
     outcome: str
     reason: str
     at: float
     seconds: float
+    computed_at: float = 0.0
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
@@ -192,6 +197,7 @@ class _BareTask:
     live: dict[HandoffKey, _Live] = field(default_factory=dict)
     ends: list[HandoffEnd] = field(default_factory=list)
     next_index: int = 0
+    computed_at: dict[HandoffKey, float] = field(default_factory=dict)
 
     @property
     def is_over(self) -> bool:
@@ -219,7 +225,8 @@ class _BareTask:
     def _end(self, key: HandoffKey, outcome: Outcome, reason: str) -> _Live:
         live = self.live.pop(key)
         now = time.monotonic()
-        self.ends.append(HandoffEnd(live.index, outcome.value, reason, now, now - live.begun_at))
+        computed_at = self.computed_at.pop(key, 0.0)
+        self.ends.append(HandoffEnd(live.index, outcome.value, reason, now, now - live.begun_at, computed_at))
         return live
 
 
@@ -263,8 +270,13 @@ class SourceTask(_BareTask):
         write, is_push = self.books.pages.write, self.task.mode is Mode.PUSH
         lives = [(key, self.live[key].blocks) for key in keys]
         for span in self.spans[first:end]:
+            if self.task.layer_s:
+                time.sleep(self.task.layer_s)  # as an engine that is in a step: its agents go on meanwhile
             for key, blocks in lives:
                 write(key, blocks, span)
+            if span is self.spans[-1]:
+                # Before the report: the agents' thread may send it while this one waits for its next turn.
+                self.computed_at.update(dict.fromkeys(keys, time.monotonic()))
             if is_push:
                 self.books.port.spans_ready_all([SpansReady(key, blocks, (span,)) for key, blocks in lives])
 

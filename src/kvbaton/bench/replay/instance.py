@@ -174,6 +174,7 @@ class _RankOpened(msgspec.Struct, frozen=True):
 
     endpoint: Endpoint
     executor: str
+    fences_writers: bool
     transport: str
 
 
@@ -500,7 +501,8 @@ class ReplayInstance(BareInstance):
             raise LocalError(f"the rank process did not start within {_READY_S:g} s")
         ready = msgspec.msgpack.decode(frame, type=_RankOpened)
         self._sockets = StruckSockets(self.incarnation, agents.control_host, agents.control_port, agents.trust)
-        ranks = RemoteRanks([channel], ready.transport, Executor(ready.executor), _lost)
+        executor = Executor(ready.executor)
+        ranks = RemoteRanks([channel], ready.transport, executor, _lost, fences_writers=ready.fences_writers)
         cards = [RankCard(0, pages.layout(), (ready.endpoint,))]
         card = instance_card(self.incarnation, MODEL, agents.limits, cards)
         return Driver(card, ranks, agents.limits, self._sockets, news, agents.handoff)
@@ -667,7 +669,7 @@ def _be_the_rank(
     drop_writes = settings.plant == "drop-writes"
     transport = StruckTransport(agents.open_transport(incarnation, region), region, drop_writes)
     loop = RankLoop(0, [pages.layout()], transport, channel, settings.limits.transfer_timeout, region.view)
-    ready = _RankOpened(transport.endpoint(), loop.agent.executor.value, transport.name)
+    ready = _RankOpened(transport.endpoint(), loop.agent.executor.value, loop.agent.fences_writers, transport.name)
     channel.send(msgspec.msgpack.encode(ready), _READY_S)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     loop.start()

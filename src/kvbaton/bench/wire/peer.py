@@ -10,16 +10,17 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from kvbaton.bench.wire.pages import Bytes, content
-from kvbaton.bench.wire.subjects import open_mori_engine, our_subjects
+from kvbaton.bench.wire.subjects import WRITER, open_mori_engine, our_subjects
 from kvbaton.compat.mori import io as mori
 from kvbaton.errors import ConfigError
-from kvbaton.transport.base import Region, TransportSettings
+from kvbaton.transport.base import Endpoint, Region, Transport, TransportSettings
 from kvbaton.transport.choose import open_entry
 from kvbaton.transport.table import load
 
@@ -50,16 +51,29 @@ def main() -> None:
     except (ConfigError, ImportError) as error:
         sys.exit(str(error))
     os.write(line, msgspec.json.encode(reached) + b"\n")
-    sys.stdin.read()
+    for writer in sys.stdin:
+        if isinstance(stop, _TransportStop):
+            stop.transport.connect(WRITER, msgspec.json.decode(writer, type=Endpoint))
+        os.write(line, b"connected\n")
     stop()
+
+
+@dataclass(frozen=True, slots=True)
+class _TransportStop:
+    """Ends one of our transports, which until then may be asked to connect the one that writes to it."""
+
+    transport: Transport
+
+    def __call__(self) -> None:
+        self.transport.close()
 
 
 def _serve_ours(kind: str, memory: Bytes, *, takes_writes: bool) -> _Served:
     entry, variant = our_subjects()[kind]
     # What is written lies in a file that the benchmark maps too, and must stay there to be checked.
     region = Region.of(memory) if takes_writes else load(variant.memory)(memory)[0]
-    transport = open_entry(entry, region, TransportSettings(unfenced_writes=takes_writes, tls=variant.tls()))
-    return transport.endpoint(), transport.close
+    transport = open_entry(entry, region, TransportSettings(tls=variant.tls(), **entry.writing(takes_writes)))
+    return transport.endpoint(), _TransportStop(transport)
 
 
 def _serve_none(_kind: str, _memory: Bytes) -> _Served:

@@ -36,6 +36,7 @@ __all__ = [
     "PeerProcess",
     "RawPeer",
     "SingleBlocks",
+    "WRITER",
     "WireSubject",
     "all_subjects",
     "beside_of",
@@ -58,6 +59,10 @@ void copy_runs(char *target, const char *source, const uint64_t *runs, long coun
     for (long i = 0; i < count; i++) memcpy(target + runs[3 * i + 1], source + runs[3 * i], runs[3 * i + 2]);
 }
 """
+
+
+WRITER = PeerRank(Incarnation("writer"))
+"""The side that writes, as its peers know it."""
 
 
 class PeerProcess:
@@ -84,6 +89,13 @@ class PeerProcess:
                 os.close(fd)
         self.pid = self._process.pid
         self.close = self._process.close
+
+    def connect(self, writer: Endpoint) -> None:
+        """Have it connect the side that writes to it. Raises ConfigError when it ended first."""
+        try:
+            self._process.ask(msgspec.json.encode(writer).decode(), _TIMEOUT_S)
+        except PeerLost as error:
+            raise ConfigError(str(error)) from error
 
     def description(self) -> bytes:
         """The line in which it describes how it is reached. Raises ConfigError when it ended first."""
@@ -112,11 +124,15 @@ class _Ours:
         entry, variant = our_subjects()[name]
         region, self.memory = load(variant.memory)(np.zeros(region_bytes, np.uint8))
         self._direction = direction
-        settings = TransportSettings(unfenced_writes=direction is Direction.WRITE, tls=variant.tls())
+        writes = direction is Direction.WRITE
+        incarnation = WRITER.incarnation if writes else None
+        settings = TransportSettings(incarnation=incarnation, tls=variant.tls(), **entry.writing(writes))
         self._transport = open_entry(entry, region, settings)
         self._peers = [PeerRank(Incarnation(f"peer{number}")) for number in range(len(peers))]
         for peer, process in zip(self._peers, peers, strict=True):
             self._transport.connect(peer, msgspec.json.decode(process.description(), type=Endpoint))
+            if writes:
+                process.connect(self._transport.endpoint())
 
     def move(self, batches: list[Runs]) -> float:
         started = time.perf_counter()

@@ -93,7 +93,8 @@ def _remote_backend(
     for rank, ready in zip(group.ranks, group.ready, strict=True):
         if ready.fingerprint != loaded.fingerprint:
             raise Bug(f"{rank.name} has made model {ready.fingerprint}, and its leader {loaded.fingerprint}")
-    ranks = RemoteRanks(group.agents, settings.transport.name, group.ready[0].executor, lost)
+    first = group.ready[0]
+    ranks = RemoteRanks(group.agents, settings.transport.name, first.executor, lost, fences_writers=first.fences_writers)
     cards = tuple(RankCard(number, ready.layout, (ready.endpoint,)) for number, ready in enumerate(group.ready))
     cut = dataclasses.replace(loaded, model=RemoteModel(group))
     return Backend(cut, RemoteCache(loaded.blueprint, group), ranks, cards)

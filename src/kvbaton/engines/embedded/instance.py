@@ -145,6 +145,7 @@ def _group_settings(settings: InstanceSettings, incarnation: Incarnation) -> Gro
         advertise_host=numeric_host(settings.control_address.host, "--advertise-host"),
         drop=settings.drop or ("all" if settings.drop_writes else ""),
         unfenced_writes=settings.handoff.unfenced_writes,
+        fenced_writes=settings.handoff.fenced_writes,
         allow=tuple(map(str, settings.trust.allowed.networks)) if settings.trust.allowed is not None else (),
         tls_dir="" if settings.trust.tls_dir is None else str(settings.trust.tls_dir),
     )

@@ -145,7 +145,8 @@ class RankInstance:
         self._loop, channel = start_rank(0, layouts, transport, None, limits.transfer_timeout, region, unfenced_writes=writes)
         if channel is None:
             raise LocalError("the leader's own rank has no channel")
-        ranks = RemoteRanks([channel, *channels], transport.name, self._loop.agent.executor, _lost)
+        agent = self._loop.agent
+        ranks = RemoteRanks([channel, *channels], transport.name, agent.executor, _lost, fences_writers=agent.fences_writers)
         cards = [RankCard(each.rank, each.layout, (each.endpoint,)) for each in ready]
         card = instance_card(incarnation, model, limits, cards, place.shape)
         sockets = agents.open_sockets(incarnation)

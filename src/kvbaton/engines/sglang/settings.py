@@ -75,8 +75,13 @@ class SglangSettings(HostedSettings, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def handoff(self) -> HandoffSettings:
         """How this instance hands over. In pull no source writes, whatever the transport could do."""
-        writes = self.unfenced_writes and self.mode is Mode.PUSH
-        return HandoffSettings(mode=self.mode, integrity=self.integrity, unfenced_writes=writes)
+        is_push = self.mode is Mode.PUSH
+        return HandoffSettings(
+            mode=self.mode,
+            integrity=self.integrity,
+            unfenced_writes=self.unfenced_writes and is_push,
+            fenced_writes=self.fenced_writes and is_push,
+        )
 
     def agents(self, host: str, port: int) -> AgentSettings:
         """What the agents of an instance at this address are opened with."""

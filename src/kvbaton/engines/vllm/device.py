@@ -33,7 +33,16 @@ import numpy as np
 
 from kvbaton.core.card import Endpoint
 from kvbaton.errors import ConfigError, KVBatonError
-from kvbaton.transport.base import AfterEvent, Batch, Completion, Direction, PeerRank, Region, Ticket, Transport
+from kvbaton.transport.base import (
+    AfterEvent,
+    Batch,
+    Completion,
+    Direction,
+    PeerRank,
+    Region,
+    Ticket,
+    Transport,
+)
 from kvbaton.transport.cuda.region import DeviceRegion
 
 __all__ = [
@@ -308,6 +317,10 @@ class EngineOrderedTransport:
         self.name, self.late_writes, self.directions = inner.name, inner.late_writes, inner.directions
         self._inner = inner
         self._device = device
+
+    @property
+    def inner(self) -> Transport:
+        return self._inner
 
     @property
     def wakeup_fd(self) -> int:

@@ -177,7 +177,8 @@ class WorkerInstance:
         self._loop = self._rank_loop(transport, Channel(theirs, "the coordinator"))
         channels = {0: Channel(ours, "the agent of rank 0"), **self._links.agents}
         in_order = [channels[number] for number in range(self._shape.ranks)]
-        return RemoteRanks(in_order, transport.name, self._loop.agent.executor, self._lost)
+        agent = self._loop.agent
+        return RemoteRanks(in_order, transport.name, agent.executor, self._lost, fences_writers=agent.fences_writers)
 
     def _rank_loop(self, transport: Transport, channel: Channel) -> RankLoop:
         settings = self._settings

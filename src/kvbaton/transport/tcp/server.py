@@ -4,6 +4,10 @@ A connection is a small machine: handshake, then request head, pieces, reply, an
 read, so TCP itself holds back a reader that asks faster than it takes. What is no handshake and no request ends that
 connection only, and is counted.
 
+Where peers may write, this thread is the one that stores what they send, straight from the socket into place, as far as
+gate.py allows it at that moment. What may not be stored is received all the same, and dropped: the frames behind it may be
+other batches. Nothing is buffered here, so TCP holds back a writer that is faster than this thread.
+
 Theory of admission. A connection is unknown until its handshake has shown that the other end has the token and the cluster key.
 Every process that reaches the port can open connections and stay silent, so what an unknown connection may hold is bounded: one
 of few places, for a short time that nothing renews, and no place of a reader. When all places are taken, the next connection
@@ -31,15 +35,17 @@ import struct
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 
-from kvbaton.errors import ConfigError, ProtocolError, RangeError
-from kvbaton.transport.base import Region, Runs, TransportSettings
+from kvbaton.errors import ConfigError, PeerRefused, ProtocolError, RangeError, TransportError
+from kvbaton.transport.base import Region, RegionStaging, TransportSettings
 from kvbaton.transport.queued import IDLE_S
 from kvbaton.transport.runs import check_offsets
 from kvbaton.transport.tcp import wire
-from kvbaton.transport.tcp.sockets import TlsCalls, VectorCalls, Vectors, tune
+from kvbaton.transport.tcp.gate import WriteGate, WriteStream
+from kvbaton.transport.tcp.sockets import LOW_WATER_BYTES, TLS_ROOM_BYTES, TlsCalls, VectorCalls, Vectors, tune, vectors_of
 from kvbaton.transport.wakeup import Wakeup
 from kvbaton.wire.metering import ThreadShare
 from kvbaton.wire.tls import TlsError, TlsSocket, check_handshake_bytes, tls_reason
@@ -57,7 +63,8 @@ _LOG_EVERY_S = 1.0
 _MOST_STEPS = 16
 _UNKNOWN_SHARE = 0.2
 _RECEIVED_BYTES = struct.Struct("=128xQ")  # tcpi_bytes_received of Linux's `struct tcp_info`
-_NO_PIECES = np.empty((0, 2), np.uint64)
+_STORE_TURN_BYTES = 4 << 20
+_SCRATCH_BYTES = 256 << 10
 
 
 class _ReaderPhase(enum.Enum):
@@ -66,8 +73,45 @@ class _ReaderPhase(enum.Enum):
     HANDSHAKE = enum.auto()
     REQUEST = enum.auto()
     PIECES = enum.auto()
+    OPENING = enum.auto()
+    PARKED = enum.auto()
+    FRAME = enum.auto()
+    STORING = enum.auto()
     REPLY = enum.auto()
     LAST_REPLY = enum.auto()
+
+
+_BODIES = {
+    wire.RequestKind.READ: _ReaderPhase.PIECES,
+    wire.RequestKind.OPEN: _ReaderPhase.OPENING,
+    wire.RequestKind.WRITE: _ReaderPhase.FRAME,
+}
+
+
+class _Incoming:
+    """A frame whose head is in: where its bytes go, or why they are dropped."""
+
+    def __init__(self, request_id: int, head: wire.FrameHead, region: Region, is_staged: bool) -> None:
+        self.request_id = request_id
+        self.head = head
+        self.size_bytes = self.left_bytes = int(head.pieces[:, 1].sum())
+        self.status = wire.Status.OK
+        self.why = ""
+        self.staged = np.empty(self.size_bytes, np.uint8) if is_staged else None
+        if self.staged is not None:
+            self.target = Vectors(np.array([[self.staged.ctypes.data, self.size_bytes]], np.uint64), self.staged)
+        else:
+            self.target = Vectors(head.pieces + np.array([region.address, 0], np.uint64), region)
+
+    def refuse(self, status: wire.Status, why: str) -> None:
+        if self.status is wire.Status.OK:
+            self.status, self.why = status, why
+
+    def land(self, staging: RegionStaging | None) -> None:
+        """Bring what was received into memory that sockets cannot fill."""
+        if self.staged is not None and staging is not None:
+            staging.room(self.size_bytes)[:] = self.staged.data
+            staging.scatter(self.head.pieces)
 
 
 class _Reader:
@@ -86,12 +130,21 @@ class _Reader:
         self._inbox = bytearray()
         self._wanted = wire.HANDSHAKE_BYTES
         self._request_id = 0
+        self._notice_bytes = 0
+        self._stream: WriteStream | None = None
+        self._opening: wire.OpenBody | None = None
+        self._incoming: _Incoming | None = None
+        self._low_water = 1
         self.phase = _ReaderPhase.TLS if isinstance(sock, TlsSocket) else _ReaderPhase.HELLO
-        self._reply = _vectors_of(wire.pack_hello(self._challenge))
+        self._reply = vectors_of(wire.pack_hello(self._challenge))
 
     @property
     def is_replying(self) -> bool:
         return self.phase in (_ReaderPhase.HELLO, _ReaderPhase.REPLY, _ReaderPhase.LAST_REPLY)
+
+    @property
+    def is_storing(self) -> bool:
+        return self.phase is _ReaderPhase.STORING
 
     @property
     def has_certificate(self) -> bool:
@@ -112,9 +165,13 @@ class _Reader:
                 raise
             self.phase = _ReaderPhase.HELLO
             return True
+        if self.phase is _ReaderPhase.STORING:
+            return self._store()
         data = self.sock.recv(self._wanted - len(self._inbox))
         if not data:
             return False
+        if self.phase is _ReaderPhase.PARKED:
+            raise ProtocolError("bytes of a writer before its stream was opened")
         self.moved_bytes += len(data)
         self.is_silent = False
         self._inbox += data
@@ -151,10 +208,17 @@ class _Reader:
         if self.phase is _ReaderPhase.HANDSHAKE:
             self._on_handshake(message)
         elif self.phase is _ReaderPhase.REQUEST:
-            self._request_id, count = wire.unpack_request(message)
-            self._await(_ReaderPhase.PIECES, count * wire.PIECE_BYTES)
-        else:
+            head = wire.unpack_request(message)
+            self._request_id, self._notice_bytes = head.request_id, head.notice_bytes
+            self._await(_BODIES[head.kind], head.body_bytes)
+        elif self.phase is _ReaderPhase.PIECES:
             self._on_pieces(message)
+        elif self.phase is _ReaderPhase.OPENING:
+            self._opening = wire.unpack_open(message)
+            self._await(_ReaderPhase.PARKED, 1)
+            self.open_stream()
+        else:
+            self._on_frame(wire.unpack_frame(message, self._notice_bytes))
 
     def _on_handshake(self, message: bytearray) -> None:
         secret = self._owner.secret.fitting(message, self._challenge)
@@ -180,18 +244,121 @@ class _Reader:
         head = wire.pack_reply(wire.Status.OK, self._request_id, int(pieces[:, 1].sum()))
         staging = self._owner.staging
         if staging is None:
-            self._reply = _vectors_of(head, pieces + np.array([region.address, 0], np.uint64))
+            self._reply = vectors_of(head, pieces + np.array([region.address, 0], np.uint64))
         else:
             # A copy: another reader's request may be staged before this reply is sent.
             data = np.frombuffer(staging.gather(pieces), np.uint8).copy()
-            self._reply = _vectors_of(head, np.array([[data.ctypes.data, len(data)]], np.uint64), data)
+            self._reply = vectors_of(head, np.array([[data.ctypes.data, len(data)]], np.uint64), data)
         self.phase = _ReaderPhase.REPLY
+
+    # What a writer does.
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether it waits until its writer is connected from this side too."""
+        return self.phase is _ReaderPhase.PARKED
+
+    @property
+    def is_void(self) -> bool:
+        """Whether its session is over, or another connection goes on with its stream."""
+        return self._stream is not None and not self._owner.gate.is_held(self._stream, self)
+
+    def open_stream(self) -> None:
+        """Open the stream that was asked for, as soon as the gate lets it."""
+        assert self._opening is not None  # noqa: S101
+        try:
+            stream = self._owner.gate.open_stream(self._opening, self)
+        except PeerRefused as error:
+            self._refuse(str(error))
+            return
+        if stream is not None:
+            self._stream = stream
+            self._answer_with(_ReaderPhase.REPLY, wire.Status.OK, wire.pack_ends(stream.ends))
+
+    def give_up_opening(self) -> None:
+        """Its writer was not connected from this side in time."""
+        self._refuse("this process does not know the writer: it has not connected it, or has revoked it")
+
+    def _on_frame(self, head: wire.FrameHead) -> None:
+        if self._stream is None:
+            raise ProtocolError("a frame on a connection that is no stream of a writer")
+        self._check_held(self._stream)
+        self._owner.gate.begin_frame(self._stream, head.batch)
+        region = self._owner.region
+        frame = self._incoming = _Incoming(self._request_id, head, region, self._owner.staging is not None)
+        try:
+            check_offsets(head.pieces[:, 0], head.pieces[:, 1], region.region_bytes, "target")
+        except RangeError as error:
+            frame.refuse(wire.Status.RANGE, str(error))
+        self.phase = _ReaderPhase.STORING
+        if not frame.left_bytes:
+            self._end_frame(frame, self._stream)
+
+    def _store(self) -> bool:
+        """Store what has come of a frame, as long as its right holds; False when the connection is over."""
+        frame, stream, gate = self._incoming, self._stream, self._owner.gate
+        assert frame is not None and stream is not None  # noqa: S101, PT018
+        budget = _STORE_TURN_BYTES
+        try:
+            while frame.left_bytes and (budget > 0 or self.has_more):
+                if frame.status is wire.Status.OK:
+                    # The look and the store under one lock: a fence that has returned is followed by no byte.
+                    with gate.lock:
+                        self._check_held(stream)
+                        why = gate.why_stale(stream, frame.head.epoch)
+                        count = 0 if why else self._owner.calls.receive(self.sock, frame.target)
+                    if why:
+                        frame.refuse(wire.Status.STALE, why)
+                        continue
+                else:
+                    count = len(self.sock.recv(min(frame.left_bytes, _SCRATCH_BYTES)))
+                if not count:
+                    return False
+                frame.left_bytes -= count
+                self.moved_bytes += count
+                budget -= count
+        finally:
+            self._set_low_water(frame.left_bytes)
+        if not frame.left_bytes:
+            self._end_frame(frame, stream)
+        return True
+
+    def _check_held(self, stream: WriteStream) -> None:
+        """Raise where the session is over, or another connection goes on with the stream: then this one ends."""
+        if not self._owner.gate.is_held(stream, self):
+            raise ConnectionAbortedError("the session was torn down, or is continued on another connection")
+
+    def _end_frame(self, frame: _Incoming, stream: WriteStream) -> None:
+        gate, head = self._owner.gate, frame.head
+        with gate.lock:
+            self._check_held(stream)
+            # Again, also for a frame whose last byte is in: a notice must not count for a grant that was fenced meanwhile.
+            if why := gate.why_stale(stream, head.epoch):
+                frame.refuse(wire.Status.STALE, why)
+            if why := gate.why_unstored(stream, head.notice):
+                frame.refuse(wire.Status.UNSTORED, why)
+            if frame.status is wire.Status.OK:
+                try:
+                    frame.land(self._owner.staging)
+                except TransportError as error:
+                    frame.refuse(wire.Status.UNSTORED, str(error))
+            gate.end_frame(stream, frame.request_id, frame.status, head.notice, frame.size_bytes)
+        self._incoming = None
+        self._owner.refused_frames_total += frame.status is not wire.Status.OK
+        self._answer_with(_ReaderPhase.REPLY, frame.status, frame.why.encode()[: wire.MAX_TEXT_BYTES])
+
+    def _set_low_water(self, left_bytes: int) -> None:
+        """Be woken for a good piece of a frame, not for every packet of it."""
+        least = LOW_WATER_BYTES if left_bytes >= LOW_WATER_BYTES + TLS_ROOM_BYTES else 1
+        if least != self._low_water:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
+            self._low_water = least
 
     def _refuse(self, reason: str) -> None:
         self._answer_with(_ReaderPhase.LAST_REPLY, wire.Status.REFUSED, reason.encode()[: wire.MAX_TEXT_BYTES])
 
     def _answer_with(self, phase: _ReaderPhase, status: wire.Status, data: bytes) -> None:
-        self._reply = _vectors_of(wire.pack_reply(status, self._request_id, len(data)) + data)
+        self._reply = vectors_of(wire.pack_reply(status, self._request_id, len(data)) + data)
         self.phase = phase
 
     def _await(self, phase: _ReaderPhase, wanted: int) -> None:
@@ -202,7 +369,11 @@ class _Reader:
 class RegionServer:
     """Listens on `host` and `port`, and serves reads of `region` until `stop`. `garbage_total` counts bad connections."""
 
-    def __init__(self, region: Region, settings: TransportSettings) -> None:
+    def __init__(self, region: Region, settings: TransportSettings, arrived: Callable[[], None] = lambda: None) -> None:
+        """`arrived` is called when there is something to take from the gate's arrivals."""
+        self._regated = Wakeup()
+        self.gate = WriteGate(settings.fenced_writes, settings.max_in_flight, self._regated.set, arrived)
+        self.refused_frames_total = 0
         self.region = region
         self.staging = region.open_staging()
         self._tls = settings.tls
@@ -227,6 +398,7 @@ class RegionServer:
         self._selector = selectors.DefaultSelector()
         self._unknown_selector = selectors.DefaultSelector()
         self._selector.register(self._stopping.fd, selectors.EVENT_READ)
+        self._selector.register(self._regated.fd, selectors.EVENT_READ)
         self._selector.register(self._unknown_selector.fileno(), selectors.EVENT_READ)
         self._unknown_selector.register(self._listener, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="kvbaton-tcp-server", daemon=True)
@@ -254,25 +426,46 @@ class RegionServer:
         self._unknown_selector.close()
         self._listener.close()
         self._stopping.close()
+        self._regated.close()
         if self.staging is not None:
             self.staging.close()
         return True
 
     def _run(self) -> None:
         while True:
-            has_unknown = is_contended = False
+            has_unknown = is_contended = is_regated = False
             for key, _ in self._selector.select(self._wait_s(time.monotonic())):
                 if key.fd == self._stopping.fd:
                     return
-                if isinstance(key.data, _Reader):
+                if key.fd == self._regated.fd:
+                    is_regated = True
+                elif isinstance(key.data, _Reader):
                     self._serve(key.data)
                     is_contended = True
                 else:
                     has_unknown = True
+            if is_regated:
+                self._regated.clear()
+                self._look_at_writers()
             if has_unknown:
                 self._serve_unknown(is_contended or any(each.is_admitted and each.owes() for each in self._readers))
             self._expire(time.monotonic())
             self._tend_selectors(time.monotonic())
+
+    def _look_at_writers(self) -> None:
+        """Rights have changed: open what waited for that, and end the connections of those that have lost theirs."""
+        for reader in list(self._readers):
+            if reader.is_void:
+                self._drop(reader)
+            elif reader.is_parked:
+                reader.open_stream()
+                self._show(reader)
+
+    def _show(self, reader: _Reader) -> None:
+        """Have the selector wait for what a reader does now, which was not in a turn of its own."""
+        if not reader.is_parked:
+            reader.deadline = time.monotonic() + self._timeout_s
+            self._selector_of(reader).modify(reader.sock, _events(reader), reader)
 
     def _serve_unknown(self, is_contended: bool) -> None:
         """Serve what is unknown, as far as its share goes; those that were served last are the last again."""
@@ -388,12 +581,14 @@ class RegionServer:
         except Exception:  # noqa: BLE001 - what an unknown peer sends costs its own connection, never this thread
             self.garbage_total += 1
             alive = False
-        if not alive:
+        if not alive or reader.is_void:
             self.refused_total += reader.phase is _ReaderPhase.LAST_REPLY
             self._drop(reader)
             return
         if reader.is_admitted and reader.moved_bytes > moved_before:
-            reader.deadline = time.monotonic() + self._timeout_s if reader.owes() else None
+            # A writer that waits for its stream gets the reason before it gives up by itself.
+            wait_s = self._timeout_s / 2 if reader.is_parked else self._timeout_s
+            reader.deadline = time.monotonic() + wait_s if reader.owes() else None
         if reader.is_admitted and reader in self._unknown:
             del self._unknown[reader]
             self._unknown_selector.unregister(reader.sock)
@@ -416,7 +611,10 @@ class RegionServer:
     def _expire(self, now: float) -> None:
         """Drop what has not moved in time; a socket that is nearly full reports no small steps, so it is tried once more."""
         for reader in [reader for reader in self._readers if _is_overdue(reader, now)]:
-            if reader.is_admitted and reader.is_replying:
+            if reader.is_parked:
+                reader.give_up_opening()
+                self._show(reader)
+            elif reader.is_admitted and (reader.is_replying or reader.is_storing):
                 self._serve(reader)
             if reader in self._readers and _is_overdue(reader, now):
                 self._drop(reader)
@@ -443,13 +641,6 @@ def _received_bytes(sock: socket.socket) -> int:
 
 def _is_overdue(reader: _Reader, now: float) -> bool:
     return reader.deadline is not None and reader.deadline <= now
-
-
-def _vectors_of(head: bytes, pieces: Runs = _NO_PIECES, keep: object = None) -> Vectors:
-    """A head and the pieces of memory that follow it."""
-    kept = np.frombuffer(head, np.uint8)
-    first = np.array([[kept.ctypes.data, len(kept)]], np.uint64)
-    return Vectors(np.concatenate([first, pieces]), (kept, keep))
 
 
 def listen(settings: TransportSettings) -> socket.socket:

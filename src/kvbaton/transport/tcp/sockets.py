@@ -18,7 +18,13 @@ import numpy as np
 
 from kvbaton.transport.base import Runs
 
-__all__ = ["TlsCalls", "VectorCalls", "Vectors", "tune"]
+__all__ = ["LOW_WATER_BYTES", "TLS_ROOM_BYTES", "TlsCalls", "VectorCalls", "Vectors", "tune", "vectors_of"]
+
+LOW_WATER_BYTES = 1 << 20
+"""How much a socket that is sure to bring more is to have before it wakes its thread."""
+
+TLS_ROOM_BYTES = 32 << 10
+"""A record that TLS has read in part does not come again: what is left on the wire may be so much less."""
 
 _MAX_PIECES = 1024
 _RECORD_BYTES = 16 << 10
@@ -26,6 +32,7 @@ _ROOM_BYTES = 16 * _RECORD_BYTES
 _DIRECT_BYTES = 4 * _RECORD_BYTES
 _TLS_TURN_BYTES = 1 << 20
 _WRITABLE = 0x200
+_NO_PIECES = np.empty((0, 2), np.uint64)
 _FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
@@ -100,6 +107,13 @@ class Vectors:
             piece = self._pieces[self._index]
             piece[0] += piece[1] - left
             piece[1] = left
+
+
+def vectors_of(head: bytes, pieces: Runs = _NO_PIECES, keep: object = None) -> Vectors:
+    """A head and the pieces of memory that follow it."""
+    kept = np.frombuffer(head, np.uint8)
+    first = np.array([[kept.ctypes.data, len(kept)]], np.uint64)
+    return Vectors(np.concatenate([first, pieces]), (kept, keep))
 
 
 class VectorCalls:

@@ -90,8 +90,8 @@ class Links(msgspec.Struct, frozen=True):
 class RankTransport(msgspec.Struct, frozen=True):
     """The transport of a rank. `drop` names what a control leaves out; see `drops.py`.
 
-    `unfenced_writes` allows peers to write into its memory, and this rank into theirs. `allow` are the networks of peers,
-    `tls_dir` has the certificates with which it encrypts.
+    `unfenced_writes` and `fenced_writes` allow peers to write into its memory, and this rank into theirs. `allow` are the
+    networks of peers, `tls_dir` has the certificates with which it encrypts.
     """
 
     name: str
@@ -101,6 +101,7 @@ class RankTransport(msgspec.Struct, frozen=True):
     advertise_host: str
     drop: str = ""
     unfenced_writes: bool = False
+    fenced_writes: bool = False
     allow: tuple[str, ...] = ()
     tls_dir: str = ""
 
@@ -164,6 +165,7 @@ class RankReady(msgspec.Struct, frozen=True, tag=True):
     layout: Layout
     endpoint: Endpoint
     executor: Executor
+    fences_writers: bool
     fingerprint: str
 
 
@@ -219,6 +221,7 @@ def open_rank_transport(settings: RankTransport, cache: RegionCache, cluster_key
         cluster_key=cluster_key,
         tls=cluster_tls(Path(settings.tls_dir)) if settings.tls_dir else None,
         unfenced_writes=settings.unfenced_writes,
+        fenced_writes=settings.fenced_writes,
         admits=parse_trust(allow=settings.allow).accepts_from,
     )
     return dropping(open_transport(settings.name, cache.region, transport_settings), cache, settings.drop)

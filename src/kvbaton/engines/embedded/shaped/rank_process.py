@@ -162,9 +162,8 @@ def main(arguments: Sequence[str]) -> int:
     )
     loop.start()
     try:
-        worker.send(
-            rank_messages.RankReady(layout, transport.endpoint(), loop.agent.executor, weights_fingerprint(blueprint, weights))
-        )
+        fingerprint, rank = weights_fingerprint(blueprint, weights), loop.agent
+        worker.send(rank_messages.RankReady(layout, transport.endpoint(), rank.executor, rank.fences_writers, fingerprint))
         worker.run()
     finally:
         loop.close()

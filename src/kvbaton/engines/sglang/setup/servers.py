@@ -43,6 +43,7 @@ def backend_settings(handoff: HandoffSettings, extra: dict[str, Any]) -> dict[st
     """The value of the variable that configures the backend, before it is encoded."""
     how: dict[str, Any] = {"mode": str(handoff.mode), "integrity": str(handoff.integrity)}
     how |= {"unfenced_writes": True} if handoff.unfenced_writes else {}
+    how |= {"fenced_writes": True} if handoff.fenced_writes else {}
     return how | extra
 
 

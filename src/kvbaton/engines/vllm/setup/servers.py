@@ -49,6 +49,7 @@ def transfer_config(role: str, handoff: HandoffSettings, extra: dict[str, Any]) 
     """The value of `--kv-transfer-config` for an instance of this role."""
     how: dict[str, Any] = {"mode": str(handoff.mode), "integrity": str(handoff.integrity)}
     how |= {"unfenced_writes": True} if handoff.unfenced_writes else {}
+    how |= {"fenced_writes": True} if handoff.fenced_writes else {}
     return {
         "kv_connector": "KVBatonConnector",
         "kv_connector_module_path": "kvbaton.engines.vllm",
