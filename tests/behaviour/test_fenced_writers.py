@@ -132,12 +132,6 @@ class _Scene:
 
 
 @pytest.fixture
-def source_limits() -> Limits:
-    """Those of the source, which a test may replace."""
-    return LIMITS
-
-
-@pytest.fixture
 def scene(source_limits: Limits) -> Iterator[_Scene]:
     reports: list[Report] = []
     settings = HeldSettings(blocks=BLOCKS, most_tokens=TOKENS, transport="tcp", handoff=WRITES, limits=source_limits)
@@ -177,19 +171,6 @@ def _wake_after_the_fence(scene: _Scene) -> None:
     assert scene.source_ends[0].outcome != "delivered"
 
 
-def test_a_source_that_wakes_after_it_was_fenced_changes_nothing(scene: _Scene) -> None:
-    _wake_after_the_fence(scene)
-    assert scene.foreign_bytes(OTHER) == 0
-
-
-def test_control_without_the_gate_it_overwrites_what_another_request_has(
-    scene: _Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _take_the_gate_away(monkeypatch)
-    _wake_after_the_fence(scene)
-    assert scene.foreign_bytes(OTHER) > 0
-
-
 def _kill_in_the_middle(scene: _Scene) -> None:
     """The source is dead; what it had sent is in the buffers of its target, and is taken when other blocks are there."""
     scene.begin()
@@ -202,21 +183,7 @@ def _kill_in_the_middle(scene: _Scene) -> None:
     scene.work_until(lambda: not scene.server._readers, "what it had sent is taken, to the end of its connection")
 
 
-def test_what_a_killed_source_had_sent_changes_nothing(scene: _Scene) -> None:
-    _kill_in_the_middle(scene)
-    assert scene.foreign_bytes(OTHER) == 0
-
-
-def test_control_without_the_gate_what_it_had_sent_lands_in_blocks_of_another(
-    scene: _Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _take_the_gate_away(monkeypatch)
-    _kill_in_the_middle(scene)
-    assert scene.foreign_bytes(OTHER) > 0
-
-
 _HASTY = replace(LIMITS, transfer_timeout=1.0)
-every_hasty_source = pytest.mark.parametrize("source_limits", [_HASTY], ids=["hasty"])
 
 
 def _fail_in_the_middle(scene: _Scene) -> None:
@@ -228,16 +195,26 @@ def _fail_in_the_middle(scene: _Scene) -> None:
     scene.work_until(lambda: not scene.server._readers, "what it had sent is taken, to the end of its connection")
 
 
-@every_hasty_source
-def test_what_a_source_had_sent_before_its_copy_failed_changes_nothing(scene: _Scene) -> None:
-    _fail_in_the_middle(scene)
+each_case = pytest.mark.parametrize(
+    ("play", "source_limits"),
+    [
+        pytest.param(_wake_after_the_fence, LIMITS, id="it wakes after it was fenced"),
+        pytest.param(_kill_in_the_middle, LIMITS, id="it was killed"),
+        pytest.param(_fail_in_the_middle, _HASTY, id="its copy failed"),
+    ],
+)
+
+
+@each_case
+def test_what_a_source_sends_after_its_end_changes_nothing(play: Callable[[_Scene], None], scene: _Scene) -> None:
+    play(scene)
     assert scene.foreign_bytes(OTHER) == 0
 
 
-@every_hasty_source
-def test_control_without_the_gate_what_it_had_sent_before_it_failed_lands(
-    scene: _Scene, monkeypatch: pytest.MonkeyPatch
+@each_case
+def test_control_without_the_gate_it_lands_in_blocks_of_another_request(
+    play: Callable[[_Scene], None], scene: _Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _take_the_gate_away(monkeypatch)
-    _fail_in_the_middle(scene)
+    play(scene)
     assert scene.foreign_bytes(OTHER) > 0

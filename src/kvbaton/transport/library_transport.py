@@ -18,12 +18,9 @@ from typing import Any
 
 from kvbaton.errors import KVBatonError, QueueFull, TransportError
 from kvbaton.transport.base import (
-    AfterEvent,
-    Batch,
     Direction,
     Endpoint,
     LateWrites,
-    PeerRank,
     Region,
     Ticket,
     TransportSettings,
@@ -41,8 +38,6 @@ _SHORTEST_NAP_S = 0.0005
 _BUSY_S = 0.0002
 _QUICK_S, _SLOW_S = 0.1, 1.0
 _LONGER = 8
-
-_TAKES_WRITES = "takes_writes"
 
 
 @dataclass(slots=True, eq=False)
@@ -272,6 +267,7 @@ class LibraryTransport(QueuedTransport[LibraryPeer]):
         "the side that holds the target has to read, or set unfenced_writes (--unfenced-writes) on both sides, which lets "
         "peers write without a fence"
     )
+    _write_setting = "unfenced_writes"
 
     def __init__(
         self, region: Region, settings: TransportSettings, marks: Marks, serving: ServingEngine, **differences: Any
@@ -282,28 +278,6 @@ class LibraryTransport(QueuedTransport[LibraryPeer]):
         ledger: Ledger[LibraryPeer] = Ledger(region, settings)
         self._flights = PeerFlights(self.name, serving, marks, settings, ledger.work.set, **differences)
         super().__init__(region, settings, ledger, FlightMover(self.name, ledger, settings, self._flights))
-
-    def endpoint(self) -> Endpoint:
-        """Describe this rank's region for its card, and whether it may be written to."""
-        endpoint = super().endpoint()
-        if not self._settings.unfenced_writes:
-            return endpoint
-        return Endpoint(endpoint.transport, endpoint.region_bytes, endpoint.details | {_TAKES_WRITES: 1})
-
-    def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
-        if batch.direction is Direction.WRITE and self._settings.unfenced_writes:
-            endpoint = self._ledger.endpoint_of(batch.peer)
-            if endpoint is not None and not endpoint.details.get(_TAKES_WRITES):
-                raise TransportError(
-                    f"peer {batch.peer.incarnation!r} rank {batch.peer.rank} does not take writes: set unfenced_writes "
-                    "(--unfenced-writes) there too, or let it read"
-                )
-        return super().post(batch, after)
-
-    def _check(self, peer: PeerRank, endpoint: Endpoint) -> None:
-        super()._check(peer, endpoint)
-        if _TAKES_WRITES in endpoint.details:
-            detail(endpoint, _TAKES_WRITES, int)
 
     def _place_details(self) -> dict[str, str | int]:
         """What a library that moves bytes by address needs to know of this side."""

@@ -65,6 +65,8 @@ IDLE_S = 60.0
 _CHECK_MIN_S = 0.0002
 _CHECK_MAX_S = 0.005
 
+_TAKES_WRITES = "takes_writes"
+"""The detail of an endpoint that lets peers write to its region."""
 
 REVOKED = "TransportError: the peer was revoked"
 """How jobs end whose peer was revoked."""
@@ -708,6 +710,8 @@ class QueuedTransport(abc.ABC, Generic[L]):
     batch_bytes = BATCH_BYTES
     _alternative = "the side that holds the target has to read"
     """What to do instead of a batch whose direction is not accepted."""
+    _write_setting = ""
+    """The setting that adds writes to `directions`."""
 
     def __init__(self, region: Region, settings: TransportSettings, ledger: Ledger[L], mover: Mover[L]) -> None:
         self._region = region
@@ -724,6 +728,8 @@ class QueuedTransport(abc.ABC, Generic[L]):
 
     def endpoint(self) -> Endpoint:
         details = {"incarnation": self._settings.incarnation or "", **self._details()}
+        if Direction.WRITE in self.directions:
+            details[_TAKES_WRITES] = 1
         return Endpoint(self.name, self._region.region_bytes, details)
 
     def connect(self, peer: PeerRank, endpoint: Endpoint) -> None:
@@ -742,6 +748,14 @@ class QueuedTransport(abc.ABC, Generic[L]):
     def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
         if batch.direction not in self.directions:
             raise TransportError(f"{self.name} does not {batch.direction}; {self._alternative}")
+        if batch.direction is Direction.WRITE:
+            endpoint = self._ledger.endpoint_of(batch.peer)
+            if endpoint is not None and not endpoint.details.get(_TAKES_WRITES):
+                option = self._write_setting.replace("_", "-")
+                raise TransportError(
+                    f"peer {batch.peer.incarnation!r} rank {batch.peer.rank} does not take writes: set {self._write_setting} "
+                    f"(--{option}) there too, or let it read"
+                )
         return self._ledger.admit(batch, after)
 
     def poll(self) -> list[Completion]:
@@ -782,6 +796,8 @@ class QueuedTransport(abc.ABC, Generic[L]):
             raise TransportError(
                 f"endpoint belongs to incarnation {incarnation!r}, not to {peer.incarnation!r}; fetch its card again"
             )
+        if _TAKES_WRITES in endpoint.details:
+            detail(endpoint, _TAKES_WRITES, int)
 
     @abc.abstractmethod
     def _details(self) -> dict[str, str | int]:

@@ -67,7 +67,6 @@ _RESUME_PAUSE_S = 0.05
 _SCRATCH_BYTES = 256 << 10
 _HANDSHAKE_ID = 0
 _FRAME_BYTES = 4 << 20
-_TAKES_WRITES = "takes_writes"
 
 _ATTEMPTS = 3
 """How often a link connects before a peer that closes it during the handshake counts as lost."""
@@ -886,6 +885,7 @@ class TcpTransport(QueuedTransport[TcpPeer]):
         "the side that holds the target has to read, or set fenced_writes (--fenced-writes) on both sides, which lets peers "
         "write until they are revoked"
     )
+    _write_setting = "fenced_writes"
 
     def __init__(self, region: Region, settings: TransportSettings) -> None:
         if settings.fenced_writes:
@@ -899,17 +899,9 @@ class TcpTransport(QueuedTransport[TcpPeer]):
     def _details(self) -> dict[str, str | int]:
         host = self._settings.advertise_host or self._server.host
         details: dict[str, str | int] = {"host": host, "port": self._server.port, "token": self._server.secret.token.hex()}
-        details |= {} if self._settings.tls is None else {"tls": 1}
-        return details | ({_TAKES_WRITES: 1} if self._settings.fenced_writes else {})
+        return details | ({} if self._settings.tls is None else {"tls": 1})
 
     def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
-        if batch.direction is Direction.WRITE and self._settings.fenced_writes:
-            endpoint = self._ledger.endpoint_of(batch.peer)
-            if endpoint is not None and not endpoint.details.get(_TAKES_WRITES):
-                raise TransportError(
-                    f"peer {batch.peer.incarnation!r} rank {batch.peer.rank} does not take writes: set fenced_writes "
-                    "(--fenced-writes) there too, or let it read"
-                )
         if len(batch.notice) > wire.MAX_NOTICE_BYTES or (batch.notice and batch.direction is Direction.READ):
             raise TransportError(
                 f"a notice of {len(batch.notice)} bytes with a {batch.direction}; a write may have {wire.MAX_NOTICE_BYTES}"
