@@ -1,8 +1,8 @@
 """Drills: small runs built round one kind of trouble, only its timing left to chance. Random runs meet these too rarely.
 
-The run of two seeds in three is a drill. They are in seven lists, of which two have every fourth seed, two every eighth,
-`SOURCES` every 32nd, and `PEERS` and `TARGETS` together also every 32nd: one that is added to a list changes the runs of that
-list only, or of these two.
+The run of two seeds in three is a drill. They are in ten lists, of which two have almost every fourth seed, two every eighth,
+`NOTICES`, `RANKS` and `TIMELY` together every 16th, `SOURCES` every 32nd, and `PEERS` and `TARGETS` together also every 32nd:
+one that is added to a list changes the runs of that list only, or of those that share its seeds.
 """
 
 from __future__ import annotations
@@ -18,14 +18,30 @@ from kvbaton.sim.drill_stage import make_stage as _stage
 from kvbaton.sim.drill_stage import moving_between as _moving
 from kvbaton.sim.engine_script import make_engine_script
 from kvbaton.sim.exhaustive import FLOWS, flow_script, single_faults
+from kvbaton.sim.notice_drills import NOTICES
 from kvbaton.sim.peer_drills import PEERS
+from kvbaton.sim.rank_drills import RANKS
 from kvbaton.sim.script import Fault, FaultKind, Script, make_script
 from kvbaton.sim.source_drills import SOURCES
 from kvbaton.sim.target_drills import TARGETS
+from kvbaton.sim.timely_drills import TIMELY
 from kvbaton.sim.vllm_script import make_vllm_script
 from kvbaton.transport.base import LateWrites
 
-__all__ = ["CORNERS", "DRILLS", "EDGES", "PEERS", "SCENES", "SOURCES", "TARGETS", "drill_of_seed", "script_of_seed"]
+__all__ = [
+    "CORNERS",
+    "DRILLS",
+    "EDGES",
+    "NOTICES",
+    "PEERS",
+    "RANKS",
+    "SCENES",
+    "SOURCES",
+    "TARGETS",
+    "TIMELY",
+    "drill_of_seed",
+    "script_of_seed",
+]
 
 _FLOW_S = 0.05
 """About how long an undisturbed flow takes when its target has the request."""
@@ -89,6 +105,8 @@ def _has_vllm(seed: int) -> bool:
 
 
 def _drills_of(seed: int) -> tuple[Drill, ...]:
+    if seed % 16 == 5:
+        return NOTICES + RANKS + TIMELY
     if seed % 16 == 8:
         return PEERS + TARGETS if seed % 32 == 8 else SOURCES
     if seed % 8 == 4:
