@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 
-class CopyId(msgspec.Struct, frozen=True, order=True, array_like=True):
+class CopyId(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     """One copy: one generation of a hand-off, moved under one grant. Each rank that executes it moves the legs of its own.
 
     All three parts are needed. The key alone may be used again by a later request; the grant alone does not change when the
@@ -67,32 +67,32 @@ class CopyId(msgspec.Struct, frozen=True, order=True, array_like=True):
     generation: int
 
 
-class Connect(msgspec.Struct, frozen=True, tag=True):
+class Connect(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Make the ranks of this card reachable."""
 
     card: Card
 
 
-class Disconnect(msgspec.Struct, frozen=True, tag=True):
+class Disconnect(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Forget a peer that is gone for good; what is posted to it fails."""
 
     incarnation: Incarnation
 
 
-class RevokePeer(msgspec.Struct, frozen=True, tag=True):
+class RevokePeer(msgspec.Struct, frozen=True, tag=True, gc=False):
     """End a peer's right to write to this rank's memory; PeerFenced follows, where the transport can do that."""
 
     incarnation: Incarnation
     epoch: int
 
 
-class ResetRegion(msgspec.Struct, frozen=True, tag=True):
+class ResetRegion(msgspec.Struct, frozen=True, tag=True, gc=False):
     """End the right of every peer to write to this rank's memory; RegionFenced follows, where the transport can do that."""
 
     epoch: int
 
 
-class OpenCopy(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class OpenCopy(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False):
     """Prepare a copy; nothing moves yet. The blocks of the source come with each MoveSpans, because they may still grow."""
 
     copy: CopyId
@@ -107,14 +107,14 @@ class OpenCopy(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Whether the peer counts by itself what is written to it: then SpansPlanned follows MoveSpans, before SpansMoved."""
 
 
-class PoisonBlocks(msgspec.Struct, frozen=True, tag=True):
+class PoisonBlocks(msgspec.Struct, frozen=True, tag=True, gc=False):
     """For `kvbaton verify`: spoil blocks that are about to be granted, so that a byte that does not arrive shows."""
 
     blocks: BlockLists
     cached_tokens: int
 
 
-class MoveSpans(msgspec.Struct, frozen=True, tag=True):
+class MoveSpans(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Move spans of an open copy; SpansMoved follows for each part that is moved as one, or CopyFailed once."""
 
     copy: CopyId
@@ -122,19 +122,19 @@ class MoveSpans(msgspec.Struct, frozen=True, tag=True):
     spans: tuple[Span, ...]
 
 
-class StopCopy(msgspec.Struct, frozen=True, tag=True):
+class StopCopy(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Stop a copy; CopyStopped follows once nothing of it is in flight (at once for a copy that is not open)."""
 
     copy: CopyId
 
 
-class CloseCopy(msgspec.Struct, frozen=True, tag=True):
+class CloseCopy(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Forget a copy of which nothing is in flight; nothing is reported."""
 
     copy: CopyId
 
 
-class SumSpans(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class SumSpans(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False):
     """Sum spans in the rank's own memory; SpansSummed follows, once or in parts, unless DropSums comes before."""
 
     copy: CopyId
@@ -149,21 +149,21 @@ class SumSpans(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Whose ranks hold the other ends; without it, all that the rank holds is summed as one leg of the rank's number."""
 
 
-class DropSums(msgspec.Struct, frozen=True, tag=True):
+class DropSums(msgspec.Struct, frozen=True, tag=True, gc=False):
     """The sums of this side of a hand-off are not needed any more."""
 
     side: Side
     key: HandoffKey
 
 
-class PutAux(msgspec.Struct, frozen=True, tag=True):
+class PutAux(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Write an aux record into a slot of the rank's own memory."""
 
     offset: int
     data: bytes
 
 
-class ReadAux(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class ReadAux(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False):
     """Read the aux record of a hand-off out of the memory of rank 0 of a peer into a slot of ours; AuxRead follows, once."""
 
     copy: CopyId
@@ -190,7 +190,7 @@ RankOrder = (
 )
 
 
-class SpansMoved(msgspec.Struct, frozen=True, tag=True):
+class SpansMoved(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Every byte that this rank moves of these spans has arrived: spans of one copy, which were moved as one."""
 
     copy: CopyId
@@ -200,7 +200,7 @@ class SpansMoved(msgspec.Struct, frozen=True, tag=True):
     bytes_moved: int
 
 
-class SpansPlanned(msgspec.Struct, frozen=True, tag=True):
+class SpansPlanned(msgspec.Struct, frozen=True, tag=True, gc=False):
     """So many bytes of these spans are on their way from this rank to the peer, which counts them."""
 
     copy: CopyId
@@ -209,7 +209,7 @@ class SpansPlanned(msgspec.Struct, frozen=True, tag=True):
     bytes_planned: int
 
 
-class Arrived(msgspec.Struct, frozen=True, tag=True):
+class Arrived(msgspec.Struct, frozen=True, tag=True, gc=False):
     """A peer has written a part of a copy into this rank's memory: so many bytes, every one of which is in.
 
     `number` counts these reports of a rank from 1: bytes are summed up, so that none may count twice.
@@ -222,7 +222,7 @@ class Arrived(msgspec.Struct, frozen=True, tag=True):
     stored_bytes: int
 
 
-class CopyFailed(msgspec.Struct, frozen=True, tag=True):
+class CopyFailed(msgspec.Struct, frozen=True, tag=True, gc=False):
     """A copy ended early on this rank, which does not touch its memory any more.
 
     `may_land`: what was sent of it may still be stored by the peer, until that fences us.
@@ -234,7 +234,7 @@ class CopyFailed(msgspec.Struct, frozen=True, tag=True):
     may_land: bool = False
 
 
-class CopyStopped(msgspec.Struct, frozen=True, tag=True):
+class CopyStopped(msgspec.Struct, frozen=True, tag=True, gc=False):
     """A copy that was to stop has stopped on this rank; nothing of it is in flight there, but for what `may_land`."""
 
     copy: CopyId
@@ -242,7 +242,7 @@ class CopyStopped(msgspec.Struct, frozen=True, tag=True):
     may_land: bool = False
 
 
-class SpansSummed(msgspec.Struct, frozen=True, tag=True):
+class SpansSummed(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Spans of one copy were summed on one rank, or why one of them was not.
 
     `sums` has, by the number of the span, (number, checksum) of each of its legs with the ranks of the peer.
@@ -255,7 +255,7 @@ class SpansSummed(msgspec.Struct, frozen=True, tag=True):
     error: str = ""
 
 
-class AuxRead(msgspec.Struct, frozen=True, tag=True):
+class AuxRead(msgspec.Struct, frozen=True, tag=True, gc=False):
     """The aux record that was read, or why none was; the rank does not touch the slot any more."""
 
     copy: CopyId
@@ -264,7 +264,7 @@ class AuxRead(msgspec.Struct, frozen=True, tag=True):
     error: str = ""
 
 
-class PeerFenced(msgspec.Struct, frozen=True, tag=True):
+class PeerFenced(msgspec.Struct, frozen=True, tag=True, gc=False):
     """A rank has torn down its session with a peer: under a grant of an epoch before `epoch` that peer cannot write here."""
 
     peer: Incarnation
@@ -272,7 +272,7 @@ class PeerFenced(msgspec.Struct, frozen=True, tag=True):
     rank: int
 
 
-class RegionFenced(msgspec.Struct, frozen=True, tag=True):
+class RegionFenced(msgspec.Struct, frozen=True, tag=True, gc=False):
     """A rank has registered its memory anew: under a grant of an epoch before `epoch` no peer can write here."""
 
     epoch: int

@@ -16,7 +16,7 @@ from kvbaton.errors import ProtocolError
 __all__ = ["AuxArea", "AuxPointer", "AuxSlots", "pack_aux", "point_at", "pointer_problem", "unpack_aux"]
 
 
-class AuxArea(msgspec.Struct, frozen=True):
+class AuxArea(msgspec.Struct, frozen=True, gc=False):
     """`slots` slots of `slot_bytes` each, starting at `offset` bytes from the start of the registered region."""
 
     offset: int
@@ -24,7 +24,7 @@ class AuxArea(msgspec.Struct, frozen=True):
     slot_bytes: int
 
 
-class AuxPointer(msgspec.Struct, frozen=True):
+class AuxPointer(msgspec.Struct, frozen=True, gc=False):
     """Where a record lies in its source's region, how long it is, and the checksum of its bytes."""
 
     offset: int
@@ -32,7 +32,7 @@ class AuxPointer(msgspec.Struct, frozen=True):
     checksum: int
 
 
-class _Packed(msgspec.Struct, frozen=True, array_like=True):
+class _Packed(msgspec.Struct, frozen=True, array_like=True, gc=False):
     key: HandoffKey
     grant: int
     generation: int

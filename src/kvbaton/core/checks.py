@@ -59,7 +59,7 @@ _FEW_PIECES = 128
 """Up to about so many sampled pieces are planned one by one: NumPy takes as long for any array, however short."""
 
 
-class SpanSum(msgspec.Struct, frozen=True, array_like=True):
+class SpanSum(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The checksum of what one leg moves of one span, as its source computed it."""
 
     leg: int

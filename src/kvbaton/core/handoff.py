@@ -52,7 +52,7 @@ MAX_OPAQUE_BYTES = 1 << 20
 """Bytes of an aux record that only the engines read; a frame has room for them."""
 
 
-class HandoffKey(msgspec.Struct, frozen=True, order=True, array_like=True):
+class HandoffKey(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     """The name of one hand-off in every message and every log line."""
 
     transfer_id: Annotated[TransferId, Meta(min_length=1, max_length=MAX_TRANSFER_ID)]
@@ -114,7 +114,7 @@ LEGAL_PAIRS: frozenset[tuple[Outcome, Outcome]] = frozenset(
 """(source, target) outcomes that are possible together. A source that ends as delivered has a target that did."""
 
 
-class Span(msgspec.Struct, frozen=True, order=True, array_like=True):
+class Span(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     """Tokens `first_token` up to `end_token` of layers `first_layer` up to `end_layer`; `number` counts within a generation."""
 
     number: Annotated[int, Meta(ge=0, le=1 << 62)]
@@ -185,7 +185,7 @@ def _is_row_by_row(spans: Sequence[Span], whole: Span) -> bool:
     return end < 0 and token == whole.end_token
 
 
-class Aux(msgspec.Struct, frozen=True):
+class Aux(msgspec.Struct, frozen=True, gc=False):
     """Small per-request data sent once beside the cache: the first token, so that the target need not compute it again."""
 
     token_id: int

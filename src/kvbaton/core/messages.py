@@ -72,7 +72,7 @@ Blocks = tuple[tuple[Number, ...], ...]
 Reason = Annotated[str, Meta(max_length=2 * MAX_REASON)]
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello"):
+class Hello(msgspec.Struct, frozen=True, tag="hello", gc=False):
     """Either side: the card of the sender; with `wants_answer`, a request for the card of the receiver.
 
     `question` numbers such a request, and `answers` is the number of the one that this answers; 0 where there is none. Only a
@@ -89,7 +89,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     takes_several: bool = False
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class Refused(msgspec.Struct, frozen=True, tag="refused", gc=False):
     """Either side: a refusal, of the peer itself where there is no key.
 
     `stale`: the target may grant again, newly numbered, from the sequence number after `used_up_to` on. `sequence` is the one
@@ -104,7 +104,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     sequence: Number = 0
 
 
-class Grant(msgspec.Struct, frozen=True, tag="grant"):
+class Grant(msgspec.Struct, frozen=True, tag="grant", gc=False):
     """Target to source: blocks for this hand-off are ready in this epoch; the first `cached_tokens` tokens need no copy.
 
     `grant` names it: no other grant of this target has that number. `sequence` counts the grants of this target to this source,
@@ -129,7 +129,7 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
     counts_arrivals: bool = False
 
 
-class Announced(msgspec.Struct, frozen=True, tag="announced"):
+class Announced(msgspec.Struct, frozen=True, tag="announced", gc=False):
     """Source to target: these spans are computed and lie in these blocks. It counts only if `generation` is confirmed later."""
 
     key: HandoffKey
@@ -139,7 +139,7 @@ class Announced(msgspec.Struct, frozen=True, tag="announced"):
     spans: tuple[Span, ...]
 
 
-class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
+class Prefilled(msgspec.Struct, frozen=True, tag="prefilled", gc=False):
     """Source to target: the prefill is complete; there are `span_count` spans over `tokens` tokens.
 
     `held_s` is how long the source has held the complete cache, for the timeline.
@@ -153,7 +153,7 @@ class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
     held_s: Seconds
 
 
-class AuxSent(msgspec.Struct, frozen=True, tag="aux"):
+class AuxSent(msgspec.Struct, frozen=True, tag="aux", gc=False):
     """Source to target: the small record that goes with the cache, or where it lies in the source's memory."""
 
     key: HandoffKey
@@ -162,7 +162,7 @@ class AuxSent(msgspec.Struct, frozen=True, tag="aux"):
     pointer: AuxPointer | None = None
 
 
-class Retracted(msgspec.Struct, frozen=True, tag="retracted"):
+class Retracted(msgspec.Struct, frozen=True, tag="retracted", gc=False):
     """Source to target: everything announced before `generation` is void; it will be announced again."""
 
     key: HandoffKey
@@ -170,7 +170,7 @@ class Retracted(msgspec.Struct, frozen=True, tag="retracted"):
     generation: Number
 
 
-class ConfirmAsk(msgspec.Struct, frozen=True, tag="confirm_ask"):
+class ConfirmAsk(msgspec.Struct, frozen=True, tag="confirm_ask", gc=False):
     """Target to source, after the last byte: a request to confirm that the blocks held `generation` all the time."""
 
     key: HandoffKey
@@ -178,7 +178,7 @@ class ConfirmAsk(msgspec.Struct, frozen=True, tag="confirm_ask"):
     generation: Number
 
 
-class Confirmed(msgspec.Struct, frozen=True, tag="confirmed"):
+class Confirmed(msgspec.Struct, frozen=True, tag="confirmed", gc=False):
     """Source to target, after the last byte: the blocks held `generation` all the time, and it has `span_count` spans.
 
     `sums` are the checksums of every span of every rank, where the grant asked for them. `written_bytes` is what the target has
@@ -193,14 +193,14 @@ class Confirmed(msgspec.Struct, frozen=True, tag="confirmed"):
     written_bytes: Number | None = None
 
 
-class Release(msgspec.Struct, frozen=True, tag="release"):
+class Release(msgspec.Struct, frozen=True, tag="release", gc=False):
     """Target to source: delivered; the source's blocks are not needed any more."""
 
     key: HandoffKey
     grant: Number
 
 
-class Stop(msgspec.Struct, frozen=True, tag="stop"):
+class Stop(msgspec.Struct, frozen=True, tag="stop", gc=False):
     """Target to source: the hand-off has ended at the target without delivery. The source stops, and answers `Stopped`.
 
     Without a grant (0) it is about the hand-off of this key and this `prompt`, whether the source knows it yet or not.
@@ -215,7 +215,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     sequence: Number = 0
 
 
-class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
+class Stopped(msgspec.Struct, frozen=True, tag="stopped", gc=False):
     """Source to target: the source has stopped, and will not touch the target's blocks for this grant again.
 
     `may_land`: what it had sent was not acknowledged, and may still arrive; the target fences it, if it can.
@@ -226,7 +226,7 @@ class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     may_land: bool = False
 
 
-class Over(msgspec.Struct, frozen=True, tag="over"):
+class Over(msgspec.Struct, frozen=True, tag="over", gc=False):
     """Source to target: the hand-off has ended at the source, which has stopped; nothing that it announced may be used.
 
     `may_land` as in `Stopped`.
@@ -239,7 +239,7 @@ class Over(msgspec.Struct, frozen=True, tag="over"):
     may_land: bool = False
 
 
-class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", gc=False):
     """Either side: the sender is alive, and these hand-offs (with their grants) are live there.
 
     `from_source` is whether the sender is their source. `step_age_s` is how long ago the sender's engine took its last step:
@@ -257,7 +257,7 @@ HandoffMessage = (
 Message = Hello | Refused | HandoffMessage
 
 
-class Envelope(msgspec.Struct, frozen=True, omit_defaults=True):
+class Envelope(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One frame: the sender, the incarnation that it is for (empty: whichever process answers there), and the message.
 
     `more` are messages that follow it, as if each had come in a frame of its own. Only a peer that has announced that it reads

@@ -35,6 +35,7 @@ from kvbaton.agent.rank_orders import (
     SpansMoved,
     SpansPlanned,
     SpansSummed,
+    StopCopy,
     SumSpans,
 )
 from kvbaton.agent.rank_sets import RemoteRanks
@@ -90,11 +91,18 @@ from kvbaton.sim.rank_processes import RankProcess, SimSocket, channel_on, socke
 from kvbaton.sim.rank_watch import RankWatch
 from kvbaton.sim.reactions import Reactions
 from kvbaton.sim.received import Received
-from kvbaton.sim.records import Causes, Waits, alarm_problems, count_problems, sequence_problems
+from kvbaton.sim.records import Causes, Waits, alarm_problems, count_problems, sequence_problems, stop_problems
 from kvbaton.sim.script import VllmScript
 from kvbaton.sim.source_watch import SourceWatch
 from kvbaton.sim.stray_calls import StrayCalls
-from kvbaton.sim.strays import asked_early, may_come_from_others, of_another_release, other_prompt, over_of_another, stray_of
+from kvbaton.sim.strays import (
+    asked_anyhow,
+    before_its_grant,
+    may_come_from_others,
+    of_another_release,
+    over_of_another,
+    stray_of,
+)
 from kvbaton.sim.tag_model import TagCache, TagCacheShape
 from kvbaton.sim.target_watch import TargetWatch
 from kvbaton.sim.transport import Fabric, FencingSimTransport, SimRank, SimTransport
@@ -103,6 +111,7 @@ from kvbaton.sim.vllm_engine import VllmEngine
 from kvbaton.sim.vllm_workers import VLLM, VllmClasses
 from kvbaton.sim.watch import Watch
 from kvbaton.sim.watched_sockets import WatchedSockets
+from kvbaton.sim.window_watch import watch_windows
 from kvbaton.sim.world import SimClock, SimProcess, World
 from kvbaton.transport.base import PeerRank
 
@@ -289,6 +298,8 @@ class _SimRanks:
     def send(self, rank: int, order: RankOrder) -> None:
         self._instance.cluster.watch.on_order(self._instance.process.name, rank, order)
         self._instance.check_needed_order(order)
+        if isinstance(order, StopCopy):
+            self._instance.stopped_copies.add((rank, order.copy))
         if rank == 0 and (problem := self._instance.source_watch.order_problem(order)):
             self._instance.cluster.world.find("as set", f"{self._instance.process.name}: {problem}")
         self._instance.source_watch.on_order(rank, order)
@@ -359,6 +370,7 @@ class SimInstance:
         """How many spans cannot be summed, but for the first of each hand-off."""
         self._unsummed: set[HandoffKey] = set()
         self.is_of_another_release = False
+        self.stopped_copies: set[tuple[int, CopyId]] = set()
         self.is_no_peer = False
         """Whether something else answers at its address."""
         self.contradiction: Contradiction | None = None
@@ -518,6 +530,7 @@ class SimInstance:
             refuse=partial(self._refuse, coordinator.refuse),
         )
         self._engine_watch = EngineWatch(coordinator, self._sent, partial(self._find, "taken"))
+        watch_windows(vars(coordinator.source)["_windows"], self._find)
         for side in (coordinator.source, coordinator.target, coordinator.target.decline_notices):
             watch_alarms(vars(side)["_timers"], partial(self._find, "alarm"))
         if self.thread is None:
@@ -705,14 +718,15 @@ class SimInstance:
         world = self.cluster.world
         others = [each for each in self.cluster.instances.values() if each.role == self.role and each is not self]
         peer, sender, stray = self.cluster.instances.get(address), self, stray_of(message, world.random)
-        if isinstance(message, Heartbeat) and (claim := other_prompt(message, max(self._sequences.values(), default=0) + 1)):
-            stray = claim
+        sequence = max(self._sequences.values(), default=0) + 1
+        if isinstance(message, Heartbeat) and (early := before_its_grant(message, sequence, world.random)) is not None:
+            stray = early
         if isinstance(message, Heartbeat) and others and (over := over_of_another(message)) is not None:
             sender, stray = world.random.choice(others), over
         elif others and may_come_from_others(message) and world.random.random() < 0.5:
             sender, stray = world.random.choice(others), message
-        elif peer is not None and world.random.random() < 0.5 and (early := asked_early(message, world.random)) is not None:
-            sender, stray, address, recipient = peer, early, self.address, self.incarnation
+        elif peer is not None and world.random.random() < 0.5 and (ask := asked_anyhow(message, world.random)) is not None:
+            sender, stray, address, recipient = peer, ask, self.address, self.incarnation
         if stray is not None:
             self.strays -= 1
             frame = encode(sender.incarnation, recipient, stray)
@@ -1249,6 +1263,8 @@ class SimInstance:
             for problem in self._causes.problems(source, target):
                 self._find("named end", problem)
             for problem in count_problems(source, target, len(self.agents)):
+                self._find("counts agree", problem)
+            for problem in stop_problems(source, target, self.stopped_copies):
                 self._find("counts agree", problem)
             for problem in alarm_problems(source, target):
                 self._find("alarm", problem)

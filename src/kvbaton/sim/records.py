@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
+from kvbaton.agent.rank_orders import CopyId
 from kvbaton.agent.source import SourceRecord, SourceSide
 from kvbaton.agent.target import TargetRecord, TargetSide
 from kvbaton.config import Limits
 from kvbaton.core.handoff import Executor, Integrity, Outcome
 from kvbaton.core.lifecycle import SourceState, TargetState
 
-__all__ = ["SOURCE_STAGES", "Causes", "Waits", "alarm_problems", "count_problems", "sequence_problems"]
+__all__ = ["SOURCE_STAGES", "Causes", "Waits", "alarm_problems", "count_problems", "sequence_problems", "stop_problems"]
 
 _CLOSING = frozenset({TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED})
 _GRANTED = frozenset({TargetState.GRANTED, TargetState.FILLING, TargetState.CONFIRMING})
@@ -47,6 +48,15 @@ _TARGET_STAGES = {
     TargetState.CLEARING: 3,
     TargetState.CONFIRMING: 4,
 }
+
+
+def stop_problems(source: SourceSide, target: TargetSide, stopped: Collection[tuple[int, CopyId]]) -> Iterator[str]:
+    """Copies whose end is waited for, and that no rank was ordered to stop."""
+    records: list[SourceRecord | TargetRecord] = [each for each in source.live.values() if each.state in _EMPTYING]
+    records += [each for each in target.live.values() if each.state in _CLOSING or each.state is TargetState.CLEARING]
+    for record in records:
+        if running := record.open_copies.items() - stopped:
+            yield f"{record.key} is {record.state}, and these copies were not ordered to stop: {sorted(running)}"
 
 
 def count_problems(source: SourceSide, target: TargetSide, ranks: int) -> Iterator[str]:

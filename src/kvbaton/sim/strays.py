@@ -29,7 +29,7 @@ from kvbaton.core.messages import (
     Stopped,
 )
 
-__all__ = ["asked_early", "may_come_from_others", "of_another_release", "other_prompt", "over_of_another", "stray_of"]
+__all__ = ["asked_anyhow", "before_its_grant", "may_come_from_others", "of_another_release", "over_of_another", "stray_of"]
 
 _ELSEWHERE = 1000
 """How far off the number of a grant is that no target of a run has made."""
@@ -71,19 +71,21 @@ def stray_of(message: Message, rng: random.Random) -> Message | None:
             return None
 
 
-def asked_early(message: Message, rng: random.Random) -> ConfirmAsk | None:
-    """What a target might ask about an announcement, although it cannot have read everything yet."""
-    if isinstance(message, Announced | Prefilled) and message.grant:
+def asked_anyhow(message: Message, rng: random.Random) -> ConfirmAsk | None:
+    """What a target might ask although it cannot have read everything yet, or need not ask because the source writes."""
+    if isinstance(message, Announced | Prefilled | Confirmed) and message.grant:
         generation = message.generation + rng.choice((-1, 0, 0, 1))
         return ConfirmAsk(message.key, message.grant, generation) if generation > 0 else None
     return None
 
 
-def other_prompt(beat: Heartbeat, sequence: int) -> Grant | None:
-    """A grant for another prompt, in the name of a target that has yet to grant what its heartbeat names."""
+def before_its_grant(beat: Heartbeat, sequence: int, rng: random.Random) -> Message | None:
+    """What a target has no grant for yet: a grant for another prompt in its name, a question, or a release."""
     keys = [key for key, number in beat.live if not number]
     if beat.from_source or not keys:
         return None
+    if rng.random() < 0.5:
+        return rng.choice((ConfirmAsk(keys[0], 0, rng.randint(1, 2)), Release(keys[0], 0)))
     return Grant(
         key=keys[0],
         grant=_ELSEWHERE,

@@ -21,4 +21,15 @@ def _retracted_and_granted(rng: random.Random) -> Script:
     return structs.replace(script, faults=(preempted,), step_s=0.02, move_s=0.01)
 
 
-TIMELY: tuple[Drill, ...] = (_retracted_and_granted,)
+def _replayed_at_the_edge(rng: random.Random) -> Script:
+    """More hand-offs than a source remembers numbers of, one after the other; then all that was sent arrives again."""
+    count = rng.randint(10, 14)
+    requests = tuple(make_request(rng, Mode.PUSH, tokens=1, chunk=1, at_s=0.05 * number) for number in range(count))
+    script = make_stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    replayed = Fault(FaultKind.REPLAY, 0.05 * count, who="d0", other="p0", for_s=0.2)
+    return structs.replace(
+        script, requests=requests, faults=(replayed,), move_s=0.002, step_s=0.002, one_host=False, is_forgetful=True
+    )
+
+
+TIMELY: tuple[Drill, ...] = (_retracted_and_granted, _replayed_at_the_edge)

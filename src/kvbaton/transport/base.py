@@ -81,7 +81,7 @@ AfterEvent = Callable[[], bool]
 """Returns whether the producer's work is done; a batch posted `after` it is not started before it returns true."""
 
 
-class PeerRank(msgspec.Struct, frozen=True, order=True):
+class PeerRank(msgspec.Struct, frozen=True, order=True, gc=False):
     """One rank of one incarnation of a peer instance."""
 
     incarnation: Incarnation
@@ -222,7 +222,7 @@ class TransportSettings:
         return kind(value)
 
 
-class Batch(msgspec.Struct, frozen=True, eq=False):
+class Batch(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Runs between this rank's region and one peer rank's region, posted and completed as one."""
 
     peer: PeerRank
@@ -239,7 +239,7 @@ class Batch(msgspec.Struct, frozen=True, eq=False):
         return count_bytes(self.runs)
 
 
-class Completion(msgspec.Struct, frozen=True):
+class Completion(msgspec.Struct, frozen=True, gc=False):
     """The end of one posted batch; `error` is empty exactly when every byte has arrived."""
 
     ticket: Ticket
