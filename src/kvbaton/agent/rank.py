@@ -237,11 +237,8 @@ class Summer:
 
     turn_bytes = _TURN_BYTES
 
-    def __init__(
-        self, rank: int, layout: Layout, memory: Memory | None, report: Callable[[rank_orders.SpansSummed], None]
-    ) -> None:
+    def __init__(self, rank: int, memory: Memory | None, report: Callable[[rank_orders.SpansSummed], None]) -> None:
         self._rank = rank
-        self._whole = PiecePlanner(layout)
         self._memory = memory
         self._report = report
         self._jobs: OrderedDict[tuple[Side, HandoffKey], deque[_SumJob | _BlockJob]] = OrderedDict()
@@ -251,14 +248,13 @@ class Summer:
         """Whether `work` has something to do."""
         return bool(self._jobs)
 
-    def add(self, order: rank_orders.SumSpans, legs: Mapping[int, PiecePlanner] | None = None) -> None:
-        """Put spans on the list, leg by leg, or as one; what cannot be summed is reported at once."""
-        of = {self._rank: self._whole} if legs is None else legs
-        blocks = self._block_job(order, of)
+    def add(self, order: rank_orders.SumSpans, legs: Mapping[int, PiecePlanner]) -> None:
+        """Put spans on the list, leg by leg; what cannot be summed is reported at once."""
+        blocks = self._block_job(order, legs)
         # What takes some ten microseconds is done at once: to come back for it in another turn takes longer.
         if blocks is not None and self._sum_blocks(blocks, _AT_ONCE_BYTES) is not None:
             return
-        job = blocks or self._planned(order, of)
+        job = blocks or self._planned(order, legs)
         if job is not None:
             self._jobs.setdefault((order.side, order.copy.key), deque()).append(job)
 
@@ -497,7 +493,7 @@ class RankAgent:
         self._backlog = Backlog(transfer_timeout, self._post_part)
         self._memory = memory
         self._aux_reads: dict[Ticket, rank_orders.ReadAux] = {}
-        self._summer = Summer(rank, layout, memory, report)
+        self._summer = Summer(rank, memory, report)
         self._routes: dict[Incarnation, Routes] = {}
         self._unreachable: BoundedMap[Incarnation, str] = BoundedMap(_MAX_UNREACHABLE)
         self.copies: dict[CopyId, _Copy] = {}
@@ -619,14 +615,12 @@ class RankAgent:
 
     def _sum_spans(self, order: rank_orders.SumSpans) -> None:
         """Sum spans in this rank's own memory, a little with each `poll`."""
-        routes = None if order.peer is None else self._routes.get(order.peer)
-        if routes is not None:
+        routes = self._routes.get(order.peer)
+        if routes is None:
+            self._summer.refuse(order, f"{order.peer} is not connected")
+        else:
             own = routes.writes if order.side is Side.SOURCE else routes.reads
             self._summer.add(order, {route.leg: route.sums for route in own})
-        elif order.peer is None:
-            self._summer.add(order)
-        else:
-            self._summer.refuse(order, f"{order.peer} is not connected")
 
     def _read_aux(self, order: rank_orders.ReadAux) -> None:
         runs = np.array([[order.offset, order.slot, order.size_bytes]], np.uint64)

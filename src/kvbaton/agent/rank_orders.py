@@ -143,10 +143,10 @@ class SumSpans(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False):
     spans: tuple[Span, ...]
     cached_tokens: int
     integrity: Integrity
+    peer: Incarnation
+    """Whose ranks hold the other ends: each leg between two ranks is summed by itself."""
     total_tokens: int | None = None
     """Of the whole sequence; without it, each span counts as the last."""
-    peer: Incarnation | None = None
-    """Whose ranks hold the other ends; without it, all that the rank holds is summed as one leg of the rank's number."""
 
 
 class DropSums(msgspec.Struct, frozen=True, tag=True, gc=False):

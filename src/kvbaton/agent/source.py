@@ -358,7 +358,9 @@ class SourceSide:
             self._open_copy(record, grant)
             record.moving = len(record.spans)
             self._ranks.send_all(MoveSpans(record.copy, record.blocks, unmoved))
-        if grant.integrity is not Integrity.OFF and (unsummed := self._sums_due(record, grant.integrity)):
+        if grant.integrity is Integrity.OFF or record.target is None:
+            return
+        if unsummed := self._sums_due(record, grant.integrity):
             record.summing = len(record.spans)
             order = SumSpans(
                 copy=record.copy,

@@ -1209,7 +1209,7 @@ class TargetSide:
             self._sum_spans(record, [rank.rank for rank in self._card.ranks], tuple(record.spans.values()))
 
     def _sum_spans(self, record: TargetRecord, ranks: Collection[int], spans: tuple[Span, ...]) -> None:
-        if record.allocation is not None:
+        if record.allocation is not None and record.source is not None:
             order = SumSpans(
                 copy=record.copy,
                 side=Side.TARGET,

@@ -88,6 +88,8 @@ class SimEngine:
     """Until when it takes its steps, and starts and computes nothing in them."""
     refuse_next: int = 0
     refuses_whole: bool = False
+    refuses_once: bool = False
+    """Whether a transfer id that is refused as a whole is taken, or refused anew, when it comes again."""
     wake_agents: Callable[[], None] = field(default=lambda: None)
     """Has what was called for done now, and not with the next turn of the instance, whatever that is for."""
 
@@ -440,7 +442,7 @@ class TargetEngine(_Twin):
     def _refuse(self, request: SourceRequest) -> None:
         self.refuse_next -= 1
         if self.refuses_whole:
-            self.refused.add(request.key.transfer_id)
+            self.refused |= set() if self.refuses_once else {request.key.transfer_id}
             request = replace(request, prompt="")
         self.watch.declined(request.key, is_whole=self.refuses_whole)
         self.port.decline(request, "the queue is full")

@@ -86,6 +86,7 @@ from kvbaton.sim.peer_watch import (
     address_problems,
     beat_problems,
     gone_problems,
+    watch_dials,
 )
 from kvbaton.sim.rank_processes import RankProcess, SimSocket, channel_on, socket_pair
 from kvbaton.sim.rank_watch import RankWatch
@@ -531,6 +532,7 @@ class SimInstance:
         )
         self._engine_watch = EngineWatch(coordinator, self._sent, partial(self._find, "taken"))
         watch_windows(vars(coordinator.source)["_windows"], self._find)
+        watch_dials(coordinator.target, cluster.limits.retry, self.local_now, self._find)
         for side in (coordinator.source, coordinator.target, coordinator.target.decline_notices):
             watch_alarms(vars(side)["_timers"], partial(self._find, "alarm"))
         if self.thread is None:

@@ -15,13 +15,56 @@ __all__ = ["NOTICES"]
 
 def _declined_and_asked_again(rng: random.Random) -> Script:
     """A target declines a hand-off, its notice is on its way for a while, and then it takes the same one after all."""
-    request = make_request(rng, Mode.PUSH, retries=2, reuse_id=True, retry_after_s=rng.choice((0.01, 0.05, 0.2)))
+    request = make_request(
+        rng,
+        Mode.PUSH,
+        retries=2,
+        reuse_id=True,
+        retry_after_s=rng.choice((0.01, 0.05, 0.2)),
+        prefill_delay_s=rng.choice((0.0, 0.0, 0.2)),
+    )
     script = make_stage(rng, writes=rng.random() < 0.5, request=request)
     faults = (
-        Fault(FaultKind.REFUSE, 0.0, who="d0", number=1),
+        Fault(FaultKind.REFUSE, 0.0, who="d0", number=2, is_whole=rng.random() < 0.5),
         Fault(FaultKind.SLOW, 0.0, who="d0", other="p0", for_s=rng.choice((0.05, 0.15, 0.3)), number=rng.randint(1, 3)),
     )
-    return structs.replace(script, faults=faults, router_cancels=0.0)
+    return structs.replace(script, faults=faults[: rng.randint(1, 2)])
 
 
-NOTICES: tuple[Drill, ...] = (_declined_and_asked_again,)
+def _declined_twice(rng: random.Random) -> Script:
+    """A target declines all of a transfer id, and then one prompt of it, before its source has answered the first notice."""
+    request = make_request(rng, Mode.PUSH, retries=2, reuse_id=True, retry_after_s=0.01, prefill_delay_s=rng.choice((0.0, 0.4)))
+    script = make_stage(rng, writes=rng.random() < 0.5, request=request)
+    faults = (
+        Fault(FaultKind.CUT, 0.0, who="d0", other="p0", for_s=rng.choice((0.1, 0.3))),
+        Fault(FaultKind.REFUSE, 0.0, who="d0", number=2, is_whole=True),
+        Fault(FaultKind.REFUSE, 0.005, who="d0", number=1),
+    )
+    return structs.replace(script, faults=faults)
+
+
+def _ended_by_one_notice(rng: random.Random) -> Script:
+    """A prefill ends at once because its target has declined everything; the next one comes before that shows interest."""
+    request = make_request(rng, Mode.PUSH, retries=2, reuse_id=True, retry_after_s=0.05, prefill_delay_s=rng.uniform(0.05, 0.1))
+    script = make_stage(rng, writes=rng.random() < 0.5, request=request)
+    faults = (
+        Fault(FaultKind.REFUSE, 0.0, who="d0", number=2, is_whole=True),
+        Fault(FaultKind.CUT, 0.04, who="d0", other="p0", for_s=rng.choice((0.2, 0.4))),
+    )
+    return structs.replace(script, faults=faults)
+
+
+def _waits_for_what_it_declined(rng: random.Random) -> Script:
+    """A target declines a transfer id, and waits for blocks for the next try of it, when that has yet to reach the source."""
+    busy = make_request(rng, Mode.PUSH, tokens=6)
+    request = make_request(
+        rng, Mode.PUSH, tokens=4, at_s=0.5, prefill_delay_s=0.5, retries=2, reuse_id=True, retry_after_s=rng.choice((0.05, 0.6))
+    )
+    script = make_stage(rng, writes=rng.random() < 0.5, request=request)
+    refused = Fault(FaultKind.REFUSE, 0.45, who="d0", number=2, is_whole=rng.random() < 0.7)
+    return structs.replace(
+        script, requests=(busy, request), faults=(refused,), decode_blocks=8, decode_s=3.0, move_s=0.01, router_cancels=0.0
+    )
+
+
+NOTICES: tuple[Drill, ...] = (_declined_and_asked_again, _declined_twice, _ended_by_one_notice, _waits_for_what_it_declined)

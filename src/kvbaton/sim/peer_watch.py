@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kvbaton.agent.coordinator import Coordinator, Peers
+from kvbaton.agent.target import TargetSide
 from kvbaton.config import Limits
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import Card
@@ -22,6 +24,7 @@ __all__ = [
     "address_problems",
     "beat_problems",
     "gone_problems",
+    "watch_dials",
 ]
 
 HASTE = 0.4
@@ -148,6 +151,28 @@ class DialWatch:
                 yield f"{address} is dialled for {now - since:.3f} s, and nothing waits for it"
 
 
+def watch_dials(target: TargetSide, retry_s: float, clock: Callable[[], float], find: Callable[[str, str], None]) -> None:
+    """From now on report each question for a card that is asked for nothing, or although an earlier one does; and each that
+    is not asked.
+    """
+    requests = target.card_requests
+    dial, dialled = requests.dial, vars(requests)["_dialled"]
+
+    def watched(address: ControlAddress, after: int = 0) -> None:
+        earlier, asked = dialled.get(address), requests.asked
+        does = earlier is not None and after < earlier.question and clock() - earlier.at < retry_s / 2
+        dial(address, after)
+        waiting = {record.request.source for record in target.live.values() if record.source is None}
+        if requests.asked > asked and not after and address not in waiting | target.decline_notices.unanswered():
+            find("no needless message", f"{address} is dialled, and nothing waits for it")
+        if does and requests.asked > asked:
+            find("no needless message", f"{address} is dialled again after question {after}, although it was: {earlier}")
+        elif not does and requests.asked == asked:
+            find("taken", f"{address} is not asked again after question {after}: {earlier}")
+
+    vars(requests)["dial"] = watched
+
+
 class QuestionWatch:
     """Of every target with a grant that waits for an answer: it asks again, unless its source is answering others."""
 
@@ -190,7 +215,7 @@ class _SeenNotice:
     overdue when it goes on is not late.
     """
 
-    notice: object
+    notice: Any
     since: float
     late_from: float
     sent_at: float
@@ -238,6 +263,8 @@ class NoticeWatch:
                 if source is not None and now - seen.sent_at > self._limits.beat_s * 1.05 + 0.05:
                     yield f"the notice about {key} is not repeated"
                 continue
+            if notice is not None and notice.request.prompt and not seen.notice.request.prompt:
+                yield f"what was declined of {key} was everything, and is {notice.request.prompt!r} alone"
             if key not in self._settled and notice is None and source not in gone and now - seen.since < early_s:
                 yield f"the notice about {key} was given up after {now - seen.since:.3f} s"
             del self._seen[key]

@@ -130,6 +130,8 @@ class Reactions:
         """When the engine has refused each request of which no grant has arrived yet."""
         self._declined_at: dict[tuple[HandoffKey | TransferId, str], float] = {}
         """When a target last declined each hand-off with its prompt, or each request as a whole."""
+        self._used_up: set[tuple[HandoffKey, float]] = set()
+        """What has ended at once, and when it was declined: one notice ends one request of each key."""
         self._numbers: set[tuple[Incarnation, int]] = set()
         """Of every target the numbers in sequence of the grants and stops that have come."""
         self._superseding: list[tuple[SourceRecord, Incarnation, Grant]] = []
@@ -220,6 +222,9 @@ class Reactions:
         declined_at = max(self._declined_at.get(each, -math.inf) for each in notices)
         if is_declined and self._clock() - declined_at > self._limits.defer_timeout + _SMALL_S:
             return f"{key} ends at once, and no target has declined this prompt of it, or not lately"
+        if is_declined and (key, declined_at) in self._used_up:
+            return f"{key} ends at once, for the second time by one notice"
+        self._used_up |= {(key, declined_at)} if is_declined else set()
         return ""
 
     def _note_decline(self, stop: Stop) -> None:

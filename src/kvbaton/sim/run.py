@@ -542,7 +542,7 @@ class Run:
                 self.world.at(self.world.now, instance.process, lambda: instance.call_engine(engine.preempt))
             case FaultKind.REFUSE:
                 instance.engine.refuse_next += 1
-                instance.engine.refuses_whole = fault.is_whole
+                instance.engine.refuses_whole, instance.engine.refuses_once = fault.is_whole, fault.number > 1
             case FaultKind.LOSE_REVOKE:
                 instance.lose_revokes += 1
             case FaultKind.STRAY if fault.other == "engine":

@@ -75,7 +75,9 @@ OPEN = OpenCopy(
     cached_tokens=0,
     total_tokens=8,
 )
-SUM = SumSpans(copy=COPY, side=Side.TARGET, blocks=((2, 0),), spans=(SPAN,), cached_tokens=0, integrity=Integrity.FULL)
+SUM = SumSpans(
+    copy=COPY, side=Side.TARGET, blocks=((2, 0),), spans=(SPAN,), cached_tokens=0, integrity=Integrity.FULL, peer=SOURCE
+)
 
 
 class Rig:

@@ -15,7 +15,7 @@ from kvbaton.agent import rank
 from kvbaton.agent.rank import RegionMemory, Summer
 from kvbaton.agent.rank_orders import CopyId, SpansSummed, SumSpans
 from kvbaton.core.checks import BlockSums, PiecePlanner, Pieces
-from kvbaton.core.handoff import BlockLists, Integrity, Span
+from kvbaton.core.handoff import BlockLists, Incarnation, Integrity, Span
 from kvbaton.core.layout import Axis, Layout
 from kvbaton.core.timeline import Side
 
@@ -23,6 +23,8 @@ BLOCKS = 16
 LAYOUT = layout_of_tokens(2, BLOCKS)
 MEMORY = np.arange(2 * BLOCKS, dtype=np.uint8)
 WHOLE = Span(0, 0, 4, 0, 2)
+PEER = Incarnation("peer")
+ONE_LEG = {0: PiecePlanner(LAYOUT)}
 
 
 @dataclass
@@ -49,14 +51,20 @@ class Slow:
 
 def ask(name: str, *spans: Span, side: Side = Side.SOURCE, blocks: BlockLists = ((3, 9, 4, 1),), cached: int = 0) -> SumSpans:
     return SumSpans(
-        copy=CopyId(key_of(name), 1, 1), side=side, blocks=blocks, spans=spans, cached_tokens=cached, integrity=Integrity.FULL
+        copy=CopyId(key_of(name), 1, 1),
+        side=side,
+        blocks=blocks,
+        spans=spans,
+        cached_tokens=cached,
+        integrity=Integrity.FULL,
+        peer=PEER,
     )
 
 
 def test_a_span_is_summed_over_its_blocks_in_order() -> None:
     reports: list[SpansSummed] = []
-    summer = Summer(2, LAYOUT, RegionMemory(MEMORY.data), reports.append)
-    summer.add(ask("k", WHOLE, Span(1, 0, 4, 1, 2), cached=2))
+    summer = Summer(2, RegionMemory(MEMORY.data), reports.append)
+    summer.add(ask("k", WHOLE, Span(1, 0, 4, 1, 2), cached=2), {2: PiecePlanner(LAYOUT)})
     assert reports == []
     summer.work()
     assert not summer.has_work
@@ -74,10 +82,10 @@ def test_a_turn_is_bounded_and_long_spans_go_on_where_they_stopped() -> None:
     wide = msgspec.structs.replace(group, planes=(plane,))
     reports: list[SpansSummed] = []
     memory = Slow()
-    summer = Summer(0, Layout(rows * mib, (wide,)), memory, reports.append)
-    blocks = (tuple(range(rows)),)
-    summer.add(ask("long", Span(0, 0, 60, 0, 1), blocks=blocks))
-    summer.add(ask("short", Span(0, 0, 1, 0, 1), blocks=blocks))
+    summer = Summer(0, memory, reports.append)
+    blocks, legs = (tuple(range(rows)),), {0: PiecePlanner(Layout(rows * mib, (wide,)))}
+    summer.add(ask("long", Span(0, 0, 60, 0, 1), blocks=blocks), legs)
+    summer.add(ask("short", Span(0, 0, 1, 0, 1), blocks=blocks), legs)
     turns = 0
     while summer.has_work:
         summer.work()
@@ -103,22 +111,23 @@ class InBlocks(Slow):
         return [7] * len(blocks.spans), size
 
 
-def in_blocks_of_16() -> Layout:
-    """Two blocks of 16 tokens each, of which whole orders are summed."""
+def in_blocks_of_16() -> dict[int, PiecePlanner]:
+    """One leg with two blocks of 16 tokens each, of which whole orders are summed."""
     (group,) = layout_of_tokens(1, BLOCKS).groups
     (plane,) = group.planes
     plane = msgspec.structs.replace(plane, block_stride=16)
-    return Layout(32, (msgspec.structs.replace(group, block_tokens=16, page_tokens=16, blocks=2, planes=(plane,)),))
+    group = msgspec.structs.replace(group, block_tokens=16, page_tokens=16, blocks=2, planes=(plane,))
+    return {0: PiecePlanner(Layout(32, (group,)))}
 
 
 def test_whole_orders_are_summed_within_what_is_left_of_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank, "_AT_ONCE_BYTES", 0)
     reports: list[SpansSummed] = []
     memory = InBlocks()
-    summer = Summer(0, in_blocks_of_16(), memory, reports.append)
+    summer = Summer(0, memory, reports.append)
     summer.turn_bytes = 40
     for name in "abc":
-        summer.add(ask(name, Span(0, 0, 16, 0, 1), blocks=((0,),)))
+        summer.add(ask(name, Span(0, 0, 16, 0, 1), blocks=((0,),)), in_blocks_of_16())
     while summer.has_work:
         memory.taken.append(0)
         summer.work()
@@ -130,9 +139,9 @@ def test_an_order_that_is_too_long_for_any_turn_is_summed_piece_by_piece(monkeyp
     monkeypatch.setattr(rank, "_AT_ONCE_BYTES", 0)
     reports: list[SpansSummed] = []
     memory = InBlocks()
-    summer = Summer(0, in_blocks_of_16(), memory, reports.append)
+    summer = Summer(0, memory, reports.append)
     summer.turn_bytes = 15
-    summer.add(ask("k", Span(0, 0, 16, 0, 1), blocks=((0,),)))
+    summer.add(ask("k", Span(0, 0, 16, 0, 1), blocks=((0,),)), in_blocks_of_16())
     summer.work()
     assert not summer.has_work
     assert (memory.taken, memory.summed) == ([], [1])
@@ -142,10 +151,10 @@ def test_an_order_that_is_too_long_for_any_turn_is_summed_piece_by_piece(monkeyp
 def test_spans_of_one_order_are_reported_when_they_are_summed_each_once() -> None:
     reports: list[SpansSummed] = []
     memory = Slow()
-    summer = Summer(0, LAYOUT, memory, reports.append)
+    summer = Summer(0, memory, reports.append)
     summer.turn_bytes = 3
     spans = (Span(0, 0, 2, 0, 1), Span(1, 2, 4, 0, 1), Span(2, 0, 4, 1, 2))
-    summer.add(ask("k", *spans))
+    summer.add(ask("k", *spans), ONE_LEG)
     while summer.has_work:
         summer.work()
     assert [list(report.sums) for report in reports] == [[0], [1], [2]]
@@ -155,7 +164,7 @@ def test_spans_of_one_order_are_reported_when_they_are_summed_each_once() -> Non
 
 def test_a_rank_without_a_leg_has_nothing_to_sum_and_reports_that() -> None:
     reports: list[SpansSummed] = []
-    summer = Summer(0, LAYOUT, Slow(), reports.append)
+    summer = Summer(0, Slow(), reports.append)
     summer.add(ask("k", WHOLE, Span(1, 0, 4, 1, 2)), {})
     summer.work()
     assert [report.sums for report in reports] == [{0: (), 1: ()}]
@@ -165,7 +174,7 @@ def test_a_rank_without_a_leg_has_nothing_to_sum_and_reports_that() -> None:
 def test_several_legs_are_summed_in_turns_span_by_span() -> None:
     reports: list[SpansSummed] = []
     whole = PiecePlanner(LAYOUT)
-    summer = Summer(0, LAYOUT, RegionMemory(MEMORY.data), reports.append)
+    summer = Summer(0, RegionMemory(MEMORY.data), reports.append)
     summer.turn_bytes = 5
     spans = (Span(0, 0, 4, 0, 1), Span(1, 0, 4, 1, 2))
     summer.add(ask("k", *spans), {3: whole, 5: whole})
@@ -179,9 +188,9 @@ def test_several_legs_are_summed_in_turns_span_by_span() -> None:
 def test_what_is_dropped_is_neither_summed_nor_reported() -> None:
     reports: list[SpansSummed] = []
     memory = Slow()
-    summer = Summer(0, LAYOUT, memory, reports.append)
-    summer.add(ask("k", WHOLE))
-    summer.add(ask("k", WHOLE, side=Side.TARGET))
+    summer = Summer(0, memory, reports.append)
+    summer.add(ask("k", WHOLE), ONE_LEG)
+    summer.add(ask("k", WHOLE, side=Side.TARGET), ONE_LEG)
     summer.drop(Side.SOURCE, key_of("k"))
     summer.drop(Side.SOURCE, key_of("unknown"))
     summer.work()
@@ -191,8 +200,8 @@ def test_what_is_dropped_is_neither_summed_nor_reported() -> None:
 
 def test_what_cannot_be_summed_is_reported_at_once() -> None:
     reports: list[SpansSummed] = []
-    Summer(0, LAYOUT, None, reports.append).add(ask("k", WHOLE))
-    Summer(0, LAYOUT, Slow(), reports.append).add(ask("k", Span(4, 0, 5, 0, 1)))
+    Summer(0, None, reports.append).add(ask("k", WHOLE), ONE_LEG)
+    Summer(0, Slow(), reports.append).add(ask("k", Span(4, 0, 5, 0, 1)), ONE_LEG)
     assert [(report.sums, report.error[:9]) for report in reports] == [({}, "checksum:"), ({}, "checksum:")]
     assert "no memory" in reports[0].error
     assert "4 blocks where 5 are needed" in reports[1].error

@@ -16,14 +16,14 @@ from test_transport_sums import HERE, OneWay
 from kvbaton.agent.rank import RegionMemory, Summer
 from kvbaton.agent.rank_orders import CopyId, SpansSummed, SumSpans
 from kvbaton.core.checks import ONE_IN, PIECE_TOKENS, BlockSums, PiecePlanner
-from kvbaton.core.handoff import HandoffKey, Integrity, Span, TransferId
+from kvbaton.core.handoff import HandoffKey, Incarnation, Integrity, Span, TransferId
 from kvbaton.core.layout import HeadRange, Layout
 from kvbaton.core.tensors import LayerTensor, split_layers, tensor_group
 from kvbaton.core.timeline import Side
 from kvbaton.transport.runs import Loops, RegionSummer
 
 Region = npt.NDArray[np.uint8]
-KEY = HandoffKey(TransferId("tx"))
+KEY, PEER = HandoffKey(TransferId("tx")), Incarnation("peer")
 LAYERS, PLANES, BLOCKS, TOKEN_BYTES = 3, 2, 70, 12
 PIECE_BYTES = PIECE_TOKENS * TOKEN_BYTES
 CACHE: npt.NDArray[np.uint8] = np.random.default_rng(5).integers(
@@ -204,14 +204,15 @@ def test_a_rank_reports_the_same_sums_in_either_way(integrity: Integrity, tokens
         spans=spans,
         cached_tokens=0,
         integrity=integrity,
+        peer=PEER,
         total_tokens=tokens,
     )
     found: list[dict[int, tuple[tuple[int, int], ...]]] = []
     for memory in (RegionMemory(CACHE.data.cast("B")), _Planned(CACHE.data.cast("B"))):
         reports: list[SpansSummed] = []
-        summer = Summer(0, layout(), memory, reports.append)
+        summer = Summer(0, memory, reports.append)
         summer.turn_bytes = turn_bytes
-        summer.add(order)
+        summer.add(order, {0: PLANNER})
         while summer.has_work:
             summer.work()
         found.append({span: sums for report in reports for span, sums in report.sums.items()})
@@ -221,11 +222,14 @@ def test_a_rank_reports_the_same_sums_in_either_way(integrity: Integrity, tokens
 
 def test_blocks_that_do_not_exist_are_named_whoever_finds_them() -> None:
     reports: list[SpansSummed] = []
-    summer = Summer(0, layout(), RegionMemory(CACHE.data.cast("B")), reports.append)
+    summer = Summer(0, RegionMemory(CACHE.data.cast("B")), reports.append)
     span = Span(0, 0, 2 * PIECE_TOKENS, 0, 1)
     copy = CopyId(KEY, 1, 1)
     full = Integrity.FULL
-    summer.add(SumSpans(copy=copy, side=Side.SOURCE, blocks=((3, BLOCKS),), spans=(span,), cached_tokens=0, integrity=full))
+    order = SumSpans(
+        copy=copy, side=Side.SOURCE, blocks=((3, BLOCKS),), spans=(span,), cached_tokens=0, integrity=full, peer=PEER
+    )
+    summer.add(order, {0: PLANNER})
     while summer.has_work:
         summer.work()
     (report,) = reports
@@ -240,10 +244,11 @@ class _Broken(RegionMemory):
 
 def test_a_sum_that_breaks_is_reported_and_not_tried_for_ever() -> None:
     reports: list[SpansSummed] = []
-    summer = Summer(0, layout(), _Broken(CACHE.data.cast("B")), reports.append)
+    summer = Summer(0, _Broken(CACHE.data.cast("B")), reports.append)
     span, copy, full = Span(0, 0, 2 * PIECE_TOKENS, 0, 1), CopyId(KEY, 1, 1), Integrity.FULL
+    order = SumSpans(copy=copy, side=Side.SOURCE, blocks=((3, 4),), spans=(span,), cached_tokens=0, integrity=full, peer=PEER)
     with pytest.raises(MemoryError):
-        summer.add(SumSpans(copy=copy, side=Side.SOURCE, blocks=((3, 4),), spans=(span,), cached_tokens=0, integrity=full))
+        summer.add(order, {0: PLANNER})
     assert [report.error for report in reports] == ["checksum: MemoryError: 2 blocks, 262144 bytes"]
     summer.work()
     assert len(reports) == 1
