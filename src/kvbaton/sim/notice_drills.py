@@ -67,4 +67,22 @@ def _waits_for_what_it_declined(rng: random.Random) -> Script:
     )
 
 
-NOTICES: tuple[Drill, ...] = (_declined_and_asked_again, _declined_twice, _ended_by_one_notice, _waits_for_what_it_declined)
+def _declined_where_no_peer_is(rng: random.Random) -> Script:
+    """A target declines a request whose source is at an address where something else answers, and asks there no more."""
+    request = make_request(rng, Mode.PUSH, tokens=2, prefill=1, at_s=0.05)
+    other = make_request(rng, rng.choice(list(Mode)), tokens=2, at_s=rng.choice((0.0, 0.06)))
+    script = make_stage(rng, writes=rng.random() < 0.5, request=request)
+    faults = (
+        Fault(FaultKind.STRAY, 0.0, who="p1", other="no peer", is_whole=True),
+        Fault(FaultKind.REFUSE, 0.04, who="d0", number=1, is_whole=rng.random() < 0.5),
+    )
+    return structs.replace(script, requests=(request, other), faults=faults, prefills=2, move_s=0.01, router_cancels=0.0)
+
+
+NOTICES: tuple[Drill, ...] = (
+    _declined_and_asked_again,
+    _declined_twice,
+    _ended_by_one_notice,
+    _waits_for_what_it_declined,
+    _declined_where_no_peer_is,
+)
