@@ -28,6 +28,7 @@ from kvbaton.engines.base import Role
 from kvbaton.engines.instance import ModelIdentity
 from kvbaton.engines.vllm import register
 from kvbaton.engines.vllm.device import EngineDevice, device_of, shareable_memory
+from kvbaton.engines.vllm.engine_waits import EngineWaits
 from kvbaton.engines.vllm.fingerprint import fingerprint
 from kvbaton.engines.vllm.instance import WorkerInstance
 from kvbaton.engines.vllm.metrics import KVBatonMetrics, KVBatonStats
@@ -56,6 +57,15 @@ def _hit_source() -> Any:
     except ModuleNotFoundError:
         return None
     return CacheHitSource.P2P
+
+
+def _spin_conditions() -> Any:
+    """What the readers of vLLM's queues in shared memory wait for; releases that wait in another way have none."""
+    try:
+        from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    except ImportError:
+        return None
+    return SpinCondition
 
 
 @dataclass
@@ -100,12 +110,15 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._layer_index: dict[str, int] = {}
         self._bound: StepOrders | None = None
         self._report = StepReport()
+        self._waits = EngineWaits()
         if role is KVConnectorRole.SCHEDULER:
             counts = token_counts(kv_cache_config, vllm_config.scheduler_config.max_num_batched_tokens)
             largest = counts.blocks(vllm_config.model_config.max_model_len)
             room = Room(largest, self._settings.defer_timeout, self._free_blocks, self._held_blocks)
             sources = SourceCheck(self._settings.trust(), self._settings.control_address)
             self._scheduler = SchedulerHalf(self._settings.mode, counts, is_producer, is_consumer, room, sources)
+            if self._settings.engine_sleeps and (conditions := _spin_conditions()) is not None:
+                self._waits.guide(conditions)
 
     @staticmethod
     def read_settings(extra_config: Mapping[str, Any]) -> ConnectorSettings:
@@ -243,6 +256,7 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> _Metadata:
         """The orders for this step."""
+        self._waits.step(has_forward=scheduler_output.total_num_scheduled_tokens > 0)
         orders = self._half.orders(
             _computing(scheduler_output),
             scheduler_output.preempted_req_ids or (),

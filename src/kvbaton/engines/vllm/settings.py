@@ -71,6 +71,7 @@ class ConnectorSettings(HostedSettings, frozen=True, kw_only=True):
     draft:            what becomes of draft layers: refuse (they are handed over; peers without them are refused), or target
                       computes (they stay where they are, and a target drafts without those of the prompt)
     dp_size:          how many data-parallel ranks this vLLM has; rank N listens N ports behind control_port
+    engine_sleeps:    whether vLLM's engine process sleeps, and does not poll, while requests only wait for their caches
 
     The five limits are those of `kvbaton.config.Limits`.
     """
@@ -89,6 +90,7 @@ class ConnectorSettings(HostedSettings, frozen=True, kw_only=True):
     drop: str = ""
     draft: str = DRAFTS[0]
     dp_size: int = 1
+    engine_sleeps: bool = True
 
     @property
     def control_address(self) -> ControlAddress:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 import random
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from scheduler_engine import BLOCK_TOKENS, Engine, key_of, landed, prompt
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, SpinCondition
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
@@ -23,6 +26,7 @@ from vllm_rig import source_params, target_params
 from kvbaton.agent.engine_port import Drained, Granted, SourceEnded, TargetEnded
 from kvbaton.core.handoff import HandoffKey, Outcome
 from kvbaton.engines.vllm import KVBatonConnector
+from kvbaton.engines.vllm.engine_waits import EngineWaits
 from kvbaton.engines.vllm.metrics import KVBatonStats
 
 # What becomes of a prefill.
@@ -397,6 +401,51 @@ def statistics_are_found_by_the_name_of_the_connector(model: str) -> None:
     assert read.data[KVBatonConnector.__name__].data == counted
 
 
+# How the engine's process waits.
+
+
+def _waited_s(waits: EngineWaits, queue: MessageQueue, reader: MessageQueue, *, has_forward: bool) -> float:
+    """The processor time of a wait for a message that comes after half a second."""
+    waits.step(has_forward=has_forward)
+    waits.step(has_forward=has_forward)
+    queue.enqueue("before")
+    assert reader.dequeue(timeout=60) == "before"
+    thread = threading.Timer(0.5, queue.enqueue, ("after",))
+    thread.start()
+    began = time.thread_time()
+    assert reader.dequeue(timeout=60) == "after"
+    thread.join()
+    return time.thread_time() - began
+
+
+def engine_sleeps_while_it_waits_for_a_step_without_a_forward(model: str) -> None:
+    del model
+    waits = EngineWaits()
+    waits.guide(SpinCondition)
+    queue = MessageQueue(n_reader=1, n_local_reader=1)
+    reader = MessageQueue.create_from_handle(queue.export_handle(), 0)
+    for each in (threading.Thread(target=queue.wait_until_ready), threading.Thread(target=reader.wait_until_ready)):
+        each.start()
+    asleep_s = _waited_s(waits, queue, reader, has_forward=False)
+    polling_s = _waited_s(waits, queue, reader, has_forward=True)
+    assert asleep_s < polling_s / 4, (asleep_s, polling_s)
+    # Nothing is missed, however the ends of steps and the waits for them meet.
+    waits.step(has_forward=False)
+    waits.step(has_forward=False)
+    rng, numbers = random.Random(5), list(range(2000))
+
+    def write() -> None:
+        for number in numbers:
+            queue.enqueue(number)
+            if rng.random() < 0.1:
+                time.sleep(rng.choice((0.0, 0.0002, 0.002)))
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert [reader.dequeue(timeout=60) for _ in numbers] == numbers
+    writer.join()
+
+
 CHECKS: tuple[Callable[[str], None], ...] = (
     source_blocks_stay_until_the_sending_has_ended,
     source_of_a_prompt_shorter_than_a_block,
@@ -420,6 +469,7 @@ CHECKS: tuple[Callable[[str], None], ...] = (
     in_any_order_each_id_is_reported_once_and_every_block_returns,
     the_same_with_steps_that_overlap,
     statistics_are_found_by_the_name_of_the_connector,
+    engine_sleeps_while_it_waits_for_a_step_without_a_forward,
 )
 
 
