@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.rank_orders import Arrived, AuxRead, CopyId, RankOrder, RankReport, ReadAux, SpansMoved
+from kvbaton.agent.target import TargetRecord
 from kvbaton.core.handoff import AuxChannel, Executor, HandoffKey, Incarnation
 from kvbaton.core.lifecycle import TargetState
 from kvbaton.core.messages import Grant, Message, Refused
@@ -17,6 +18,8 @@ from kvbaton.core.timeline import Note, Side, Stage
 __all__ = ["TargetWatch"]
 
 _FILLING = frozenset({TargetState.GRANTED, TargetState.FILLING, TargetState.CLEARING})
+_MOST_STALE = 8
+"""How many numbers in a row a source may refuse."""
 
 
 class TargetWatch:
@@ -31,6 +34,8 @@ class TargetWatch:
         self._has_notes = is_noted
         self._granted: dict[tuple[HandoffKey, int], Grant] = {}
         """The last grant of each number that was sent."""
+        self._anew: dict[HandoffKey, tuple[TargetRecord | None, int]] = {}
+        """How many grants were made for each record, which no other one replaces in memory meanwhile."""
         self._last_sequence: dict[str, int] = {}
         self._used_up_to: defaultdict[str, set[int]] = defaultdict(set)
         """By source: the last number in sequence that it was sent, and those that it named as used when it refused one."""
@@ -64,9 +69,13 @@ class TargetWatch:
             return f"its ranks count what this source writes ({counts}): {message}"
         before = self._granted.get((message.key, message.grant))
         self._granted[message.key, message.grant] = message
-        if before is None:
-            return self._sequence_problem(source, message)
         record = self._target.live.get(message.key)
+        if before is None:
+            known, count = self._anew.get(message.key, (None, 0))
+            self._anew[message.key] = record, count + 1 if known is record else 1
+            if known is record and count > _MOST_STALE:
+                return f"{count} grants were refused, and it goes on: {message}"
+            return self._sequence_problem(source, message)
         if before == message and record is not None and record.state is TargetState.CLEARING:
             return f"only its own ranks are waited for: {message}"
         if before.aux_channel is AuxChannel.CONTROL and message.aux_channel is AuxChannel.DATA:
