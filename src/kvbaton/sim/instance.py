@@ -723,7 +723,8 @@ class SimInstance:
         sequence = max(self._sequences.values(), default=0) + 1
         if isinstance(message, Heartbeat) and (early := before_its_grant(message, sequence, world.random)) is not None:
             stray = early
-        if isinstance(message, Heartbeat) and others and (over := over_of_another(message)) is not None:
+        over = over_of_another(message) if isinstance(message, Heartbeat) and world.random.random() < 0.5 else None
+        if others and over is not None:
             sender, stray = world.random.choice(others), over
         elif others and may_come_from_others(message) and world.random.random() < 0.5:
             sender, stray = world.random.choice(others), message

@@ -572,7 +572,7 @@ class Reactions:
             return self._unchanged(key, message)
         state, is_reading, early = record.state, record.executor is Executor.TARGET_READS, record.early_confirmed
         is_by_message = isinstance(message, AuxSent) and message.aux is None and record.aux_channel is AuxChannel.CONTROL
-        stands = _stands(record)
+        stands, is_new = _stands(record), record.span_count is None
         generation, blocks, give_up_at = record.generation, sum(map(len, record.source_blocks)), record.give_up_at
 
         def check(sent: list[Message]) -> Broken:
@@ -594,6 +594,8 @@ class Reactions:
                     is_taken = record.generation == message.generation and record.span_count is not None
                     # One of another length is not what was asked for, and ends it.
                     is_taken = is_taken and record.allocation is not None and record.allocation.tokens == message.tokens
+                    if is_new and record.give_up_at < self._clock() + self._limits.transfer_timeout - _SMALL_S:
+                        return TAKEN, f"the prefill is complete, and that is no progress: {message}"
                     if early is not None and (early.generation, early.span_count) == (message.generation, message.span_count):
                         is_taken = is_taken and record.is_confirmed
                 case AuxSent():
@@ -609,8 +611,9 @@ class Reactions:
                     is_unproven = message.stale and not message.sequence and not is_reading and record.state in _CLOSING
                     is_taken = record.peer_is_quiet or is_unproven or (message.stale and record.grant != message.grant)
                 case Over() | Stopped():
-                    # What may still land is fenced, and not waited for.
-                    is_quiet = record.peer_is_quiet or (message.may_land and record.state is not TargetState.STOPPING)
+                    # What may still land is fenced, where that can be, and not waited for.
+                    is_fenced = message.may_land and not is_reading and vars(self._target)["_ranks"].fences_writers
+                    is_quiet = record.state is not TargetState.STOPPING if is_fenced else record.peer_is_quiet
                     is_taken = is_quiet or message.grant != record.grant or state not in _CLOSING
             is_taken = is_taken or (state in _CLOSING and not isinstance(message, Refused | Over | Stopped))
             return None if is_taken else (TAKEN, f"{state}: {message} has no effect")

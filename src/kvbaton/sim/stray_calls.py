@@ -15,10 +15,11 @@ from msgspec import structs
 
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import Allocation, EngineEvent, Offer, SourceEnded, SourceRequest, TargetEnded
+from kvbaton.agent.rank_orders import Arrived, CopyId, SpansMoved
 from kvbaton.agent.source import SourceRecord
 from kvbaton.agent.target import TargetRecord
 from kvbaton.core.addresses import ControlAddress
-from kvbaton.core.handoff import MAX_TRANSFER_ID, Aux, HandoffKey, Outcome, Span, TransferId
+from kvbaton.core.handoff import MAX_TRANSFER_ID, Aux, HandoffKey, Incarnation, Outcome, Span, TransferId
 from kvbaton.core.lifecycle import SourceState
 from kvbaton.core.timeline import Side
 from kvbaton.sim.reactions import source_place, target_place
@@ -26,6 +27,7 @@ from kvbaton.sim.reactions import source_place, target_place
 __all__ = ["StrayCalls"]
 
 _UNKNOWN = HandoffKey(TransferId("unknown"))
+_COPY = CopyId(_UNKNOWN, 1, 1)
 _BAD_IDS = tuple(map(TransferId, ("", "x" * (MAX_TRANSFER_ID + 1))))
 _BAD_KEYS = (*map(HandoffKey, _BAD_IDS), HandoffKey(TransferId("x"), -1), HandoffKey(TransferId("x"), 0, -1))
 _COMPUTING = (SourceState.QUEUED, SourceState.STREAMING)
@@ -96,6 +98,9 @@ class StrayCalls:
             self._unanswered(lambda: coordinator.retract(_UNKNOWN), "source", "retract"),
             self._unanswered(lambda: coordinator.cancel(_UNKNOWN), "source", ""),
             self._unanswered(lambda: coordinator.allocated(allocation), "target", "allocated"),
+            # A rank may report about it, too, when the last thing that it had in flight has ended.
+            self._unanswered(lambda: coordinator.on_rank(Arrived(_COPY, Incarnation("gone"), 0, 1, 1)), "target", "arrived"),
+            self._unanswered(lambda: coordinator.on_rank(SpansMoved(_COPY, 0, (0,), 1, 1)), "target", "copy"),
         )
         return next(filter(None, problems), "")
 

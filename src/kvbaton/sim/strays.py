@@ -108,7 +108,7 @@ def over_of_another(beat: Heartbeat) -> Over | None:
 
 def of_another_release(message: Message) -> Message:
     """The same, as a release could send it that numbers fewer answers, or more, does not count the tokens that it grants
-    blocks for, or claims that what it stops was delivered.
+    blocks for, claims that what it stops was delivered, or fears that bytes of what has ended are still on their way.
     """
     match message:
         case Refused() if message.key is not None:
@@ -119,6 +119,8 @@ def of_another_release(message: Message) -> Message:
             return structs.replace(message, tokens=0)
         case Stop():
             return structs.replace(message, outcome=Outcome.DELIVERED)
+        case Stopped() | Over():
+            return structs.replace(message, may_land=True)
         case _:
             return message
 

@@ -32,4 +32,16 @@ def _replayed_at_the_edge(rng: random.Random) -> Script:
     )
 
 
-TIMELY: tuple[Drill, ...] = (_retracted_and_granted, _replayed_at_the_edge)
+def _afraid_of_late_bytes(rng: random.Random) -> Script:
+    """A source of another release ends, or is stopped, and states each time that bytes of it may still land."""
+    request = make_request(rng, Mode.PUSH, tokens=6, chunk=rng.randint(1, 3), retries=1, retry_after_s=0.3)
+    script = make_stage(rng, writes=rng.random() < 0.5, request=request)
+    kind = rng.choice((FaultKind.CANCEL_SOURCE, FaultKind.CANCEL_TARGET, FaultKind.CANCEL_TARGET))
+    faults = (
+        Fault(FaultKind.STRAY, 0.0, who="p0", other="release"),
+        Fault(kind, rng.uniform(0.01, 0.2), number=0),
+    )
+    return structs.replace(script, faults=faults, router_cancels=0.0)
+
+
+TIMELY: tuple[Drill, ...] = (_retracted_and_granted, _replayed_at_the_edge, _afraid_of_late_bytes)

@@ -194,6 +194,17 @@ def test_the_answer_to_a_stop_states_it_too_also_when_the_end_was_lost() -> None
     assert any(isinstance(message, Stop) for message in pair.target.sent)
 
 
+def test_where_nothing_can_be_fenced_the_answer_to_a_stop_ends_it_whatever_it_states() -> None:
+    pair = _writing(fences_writers=False)
+    _give_up(pair)
+    pair.net.letters.clear()
+    pair.target.coordinator.cancel(KEY)
+    pair.net.deliver_all()
+    assert [message.may_land for message in pair.source.sent if isinstance(message, Stopped)] == [True]
+    assert ended(pair.target.events).outcome is Outcome.CANCELLED
+    assert pair.target.ranks.revoked == []
+
+
 def test_a_later_grant_is_not_refused_while_bytes_of_an_earlier_one_are_on_their_way() -> None:
     """A refusal would promise quiet, and both may be for the same blocks."""
     pair = _writing()

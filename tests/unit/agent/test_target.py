@@ -622,6 +622,16 @@ def test_a_delivery_from_one_source_is_not_sent_to_another(rig: Rig) -> None:
     assert stop.outcome is Outcome.CANCELLED
 
 
+def test_that_the_prefill_is_complete_is_progress(rig: Rig) -> None:
+    rig.grant()
+    rig.pass_time(LIMITS.transfer_timeout * 0.9)
+    rig.side.on_prefilled(S1, Prefilled(KEY, 1, 1, TOKENS, TOKENS, 0.0))
+    rig.pass_time(LIMITS.transfer_timeout * 0.9)
+    assert KEY in rig.side.live
+    rig.pass_time(LIMITS.transfer_timeout * 0.2)
+    assert KEY not in rig.side.live
+
+
 def test_lack_of_progress_ends_it_and_heartbeats_and_spans_are_progress(rig: Rig) -> None:
     rig.grant()
     rig.pass_time(LIMITS.transfer_timeout - 1)
