@@ -35,13 +35,29 @@ from mori_stand_in import MoriWorld
 from watching import wait_until
 from wire_peer import WirePeer
 
-__all__ = ["AUX", "TOKENS", "Intruder", "Side", "ask", "is_equal", "is_poison", "key_of", "landed", "pair", "start_handoff"]
+__all__ = [
+    "AUX",
+    "_PORTS",
+    "TOKENS",
+    "Intruder",
+    "Side",
+    "ask",
+    "is_equal",
+    "is_poison",
+    "key_of",
+    "landed",
+    "pair",
+    "start_handoff",
+]
 
 TOKENS = 10
 _SOURCE_BLOCKS = (1, 5, 2)
 _TARGET_BLOCKS = (7, 6, 3)
 AUX = Aux(17, -0.25)
 _CONFIG = ModelConfig("llama", 2, 8, 1, 1, 8, 8, 100, 64, 1e4, 1e-5, True)
+_PORTS = PortPicker()
+"""One for all intruders of a run: an instance that lives on remembers who was at a port, and takes the next one for that."""
+
 _ANSWER_MS = 10_000
 
 Event = TypeVar("Event", Landed, SourceEnded, TargetEnded)
@@ -189,7 +205,7 @@ class Intruder:
         self._dialled: ControlAddress | None = None
         self._listener: socket.socket | None = None
         self._peer: WirePeer | None = None
-        self.address = ControlAddress.of("127.0.0.1", PortPicker().pick())
+        self.address = ControlAddress.of("127.0.0.1", _PORTS.pick())
 
     def __enter__(self) -> Self:
         return self
