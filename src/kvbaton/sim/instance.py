@@ -867,7 +867,7 @@ class SimInstance:
     def pause(self, until: float) -> None:
         """Let the whole instance stand still."""
         for process in (self.process, *self.rank_processes):
-            process.paused_until = until
+            process.paused_until = max(process.paused_until, until)
 
     def kill_rank(self, rank: int) -> None:
         """Let one rank die, with orders and reports in flight; one in the coordinator's process takes that along."""
@@ -879,7 +879,7 @@ class SimInstance:
     def stall_agent(self, until: float) -> None:
         """Let the agent's thread stand still while the engine and the ranks go on; without one, all of it stands still."""
         if self.thread is not None:
-            self.thread.paused_until = until
+            self.thread.paused_until = max(self.thread.paused_until, until)
         else:
             self.pause(until)
 

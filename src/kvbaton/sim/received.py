@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from kvbaton.agent.target import TargetRecord
 from kvbaton.core.handoff import HandoffKey, Incarnation, Span
+from kvbaton.core.lifecycle import TargetState
 from kvbaton.core.messages import Announced, AuxSent, Confirmed, Message, Prefilled
 
 __all__ = ["Received"]
@@ -17,6 +18,7 @@ __all__ = ["Received"]
 _Grant = tuple[Incarnation, HandoffKey, int]
 _Generation = tuple[Incarnation, HandoffKey, int, int]
 _NO_SPANS: frozenset[Span] = frozenset()
+_CLOSING = frozenset({TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED})
 
 
 class Received:
@@ -41,8 +43,10 @@ class Received:
             self._aux.add((sender, message.key, message.grant))
 
     def problems(self, record: TargetRecord | None) -> Iterable[str]:
-        """What counts for a hand-off, and has not arrived for it."""
-        return self._unreceived(record, record.source) if record is not None and record.source is not None else ()
+        """What counts for a hand-off, and has not arrived for it. In one that is ending nothing counts any more."""
+        if record is None or record.source is None or record.state in _CLOSING:
+            return ()
+        return self._unreceived(record, record.source)
 
     def _unreceived(self, record: TargetRecord, source: Incarnation) -> Iterator[str]:
         generation = source, record.key, record.grant, record.generation

@@ -516,7 +516,7 @@ class Run:
                 self.world.after(fault.for_s, None, lambda: self._restart(fault.who))
             case FaultKind.CRASH_RANK:
                 instance.kill_rank(fault.number)
-                self.world.after(fault.for_s, None, lambda: self._restart(fault.who))
+                self.world.after(fault.for_s, None, partial(self._restart_when_gone, fault.who, instance))
             case FaultKind.PAUSE:
                 instance.pause(until)
             case FaultKind.STALL_AGENT:
@@ -564,6 +564,13 @@ class Run:
     def _restart(self, address: str) -> None:
         if address not in self.cluster.instances:
             self._start(address)
+
+    def _restart_when_gone(self, address: str, instance: SimInstance) -> None:
+        """A rank that has died takes its instance along, but not before that notices: it may be standing still."""
+        if self.cluster.instances.get(address) is instance and instance.process.paused_until > self.world.now:
+            self.world.at(instance.process.paused_until + _TURN_S, None, partial(self._restart_when_gone, address, instance))
+        else:
+            self._restart(address)
 
     def _heal(self, fault: Fault) -> None:
         link = self.cluster.network.link(fault.who, fault.other)

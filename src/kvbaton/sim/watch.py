@@ -203,7 +203,8 @@ class Watch:
             self._check_settings(name, peer, message)
         self._sent[kind, key, grant] += 1
         if kind in (Grant, ConfirmAsk, Stop):
-            about = (name, message if isinstance(message, Grant) else (kind, key, grant))
+            # Two requests of one key may be declined one after the other: the one with its prompt, the other with its whole id.
+            about = (name, message if isinstance(message, Grant) else (kind, key, grant, getattr(message, "prompt", "")))
             self._check_wait(about, local_s, self._limits.retry, message)
         elif kind in _ASKED and self._sent[kind, key, grant] > self._sent[_ASKED[kind], key, grant]:
             self._world.find("no needless message", f"{name} answers more often than it is asked: {message}")
@@ -265,9 +266,9 @@ class Watch:
     def _forget_stops(self, name: str, key: HandoffKey) -> None:
         """The key may be used again, and a stop without a grant has no number by which it differs from this one."""
         ends = {about[1] for about in self._sent_at if about[0] == name and isinstance(about[1], tuple)}
-        for kind, pair_and_key, grant in ends:
+        for kind, pair_and_key, grant, prompt in ends:
             if kind is Stop and pair_and_key[1] == key and not grant:
-                del self._sent_at[name, (kind, pair_and_key, grant)]
+                del self._sent_at[name, (kind, pair_and_key, grant, prompt)]
 
     def on_received(self, name: str, message: Message) -> None:
         """An instance receives a message."""
