@@ -15,8 +15,9 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from scheduler_engine import BLOCK_TOKENS, Engine, key_of, landed, prompt
+from scheduler_engine import BLOCK_TOKENS, Engine, key_of, landed, make_caches, make_config, prompt
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, SpinCondition
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
@@ -446,6 +447,16 @@ def engine_sleeps_while_it_waits_for_a_step_without_a_forward(model: str) -> Non
     writer.join()
 
 
+def engine_is_left_alone_where_the_setting_asks_for_that(model: str) -> None:
+    SpinCondition.wait = getattr(SpinCondition.wait, "__wrapped__", SpinCondition.wait)
+    for sleeps in (False, True):
+        config = make_config("target", model, "fail", "push", is_async=False)
+        config.kv_transfer_config.kv_connector_extra_config["engine_sleeps"] = sleeps
+        config.cache_config.num_gpu_blocks = 65
+        KVBatonConnector(config, KVConnectorRole.SCHEDULER, make_caches(65))
+        assert hasattr(SpinCondition.wait, "__wrapped__") is sleeps
+
+
 CHECKS: tuple[Callable[[str], None], ...] = (
     source_blocks_stay_until_the_sending_has_ended,
     source_of_a_prompt_shorter_than_a_block,
@@ -470,6 +481,7 @@ CHECKS: tuple[Callable[[str], None], ...] = (
     the_same_with_steps_that_overlap,
     statistics_are_found_by_the_name_of_the_connector,
     engine_sleeps_while_it_waits_for_a_step_without_a_forward,
+    engine_is_left_alone_where_the_setting_asks_for_that,
 )
 
 

@@ -24,7 +24,7 @@ from kvbaton.core.handoff import Aux, HandoffKey, TransferId
 from kvbaton.engines.vllm.connector import _WorkerMetadata
 from kvbaton.engines.vllm.worker_half import WorkerHalf
 
-__all__ = ["BLOCK_TOKENS", "Engine", "key_of", "landed", "prompt"]
+__all__ = ["BLOCK_TOKENS", "Engine", "key_of", "landed", "make_caches", "make_config", "prompt"]
 
 BLOCK_TOKENS = 16
 _ROLES = {"source": "kv_producer", "target": "kv_consumer", "both": "kv_both"}
@@ -40,11 +40,11 @@ class Engine:
     def __init__(
         self, role: str, model: str, policy: str = "fail", blocks: int = 65, mode: str = "push", *, is_async: bool = False
     ) -> None:
-        config = _config(role, model, policy, mode, is_async)
+        config = make_config(role, model, policy, mode, is_async)
         config.cache_config.num_gpu_blocks = blocks
         self.scheduler = (AsyncScheduler if is_async else Scheduler)(
             vllm_config=config,
-            kv_cache_config=_caches(blocks),
+            kv_cache_config=make_caches(blocks),
             structured_output_manager=StructuredOutputManager(config),
             log_stats=True,
             block_size=BLOCK_TOKENS,
@@ -135,7 +135,7 @@ class Engine:
 
 
 @functools.cache
-def _config(role: str, model: str, policy: str, mode: str, is_async: bool) -> VllmConfig:
+def make_config(role: str, model: str, policy: str, mode: str, is_async: bool) -> VllmConfig:
     transfer = KVTransferConfig(
         kv_connector="KVBatonConnector",
         kv_connector_module_path="kvbaton.engines.vllm",
@@ -164,7 +164,7 @@ def _config(role: str, model: str, policy: str, mode: str, is_async: bool) -> Vl
     return config
 
 
-def _caches(blocks: int) -> KVCacheConfig:
+def make_caches(blocks: int) -> KVCacheConfig:
     spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32)
     return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
 
