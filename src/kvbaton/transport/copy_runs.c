@@ -110,7 +110,9 @@ static void *help(void *argument) {
 }
 
 /* Keep helpers off the caller's processor, where they would only take turns with it; the system may put them there otherwise.
-   One that is there for what the caller does not take part in may run anywhere. Called with the lock. */
+   One that is there for what the caller does not take part in may run anywhere. Where processors are fewer than who copies, it has
+   the caller's, which is about to wait: the system finds that one busy when it wakes them all, and puts two on another. As a batch
+   thread it does not take the processor from a caller that goes on, and may hold the interpreter's lock. Called with the lock. */
 static void send_away(struct crew *crew) {
     int here = sched_getcpu();
     cpu_set_t others = crew->usable;
@@ -118,6 +120,14 @@ static void send_away(struct crew *crew) {
     CPU_CLR(here, &others);
     if (!CPU_COUNT(&others)) return;
     for (int i = crew->begins; i < crew->helpers; i++) pthread_setaffinity_np(crew->threads[i], sizeof others, &others);
+    if (crew->begins && crew->helpers && CPU_COUNT(&others) < crew->helpers) {
+        struct sched_param usual = {0};
+        cpu_set_t callers;
+        CPU_ZERO(&callers);
+        CPU_SET(here, &callers);
+        pthread_setschedparam(crew->threads[0], SCHED_BATCH, &usual);
+        pthread_setaffinity_np(crew->threads[0], sizeof callers, &callers);
+    }
     crew->away_from = here;
 }
 
