@@ -404,6 +404,7 @@ def wire(
     subject: str = "",
     blocks: str = "4,16,64,1024,4096",
     batch_mib: str = "128",
+    turn_mib: int = 128,
     peers: str = "1",
     layout: Literal["scattered", "contiguous"] = "scattered",
     direction: Literal["read", "write"] = "read",
@@ -427,6 +428,8 @@ def wire(
         sizes of blocks in KiB, with commas between them (not `cuda`).
     batch_mib
         how much one batch moves, divided among the peers; numbers with commas between them.
+    turn_mib
+        how much a measured turn moves: as many batches as fit, one after another, at least one.
     peers
         how many other processes take part at once; numbers with commas between them, 1 to 64.
     layout
@@ -455,7 +458,8 @@ def wire(
     sizes = tuple(number << 10 for number in _numbers(blocks, "--blocks"))
     batches = tuple(number << 20 for number in _numbers(batch_mib, "--batch-mib"))
     counts = _numbers(peers, "--peers")
-    asked = WireBench(sizes, batches, counts, layout, rounds=rounds, idle_s=idle, direction=Direction(direction))
+    way = Direction(direction)
+    asked = WireBench(sizes, batches, counts, layout, rounds=rounds, idle_s=idle, direction=way, turn_bytes=turn_mib << 20)
     report, described = measure_wire(transport, asked, tokens, _progress, subject)
     if plot is not None:
         plot_wire_bench(report, plot)

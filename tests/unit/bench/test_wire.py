@@ -11,7 +11,7 @@ import pytest
 from kvbaton.bench.wire.pages import content, contiguous_runs, is_copied, scattered_runs
 from kvbaton.bench.wire.run import WireBench, run_wire_bench, subjects_of
 from kvbaton.errors import ConfigError
-from kvbaton.transport.base import Completion, Direction, Region, Transport, TransportSettings
+from kvbaton.transport.base import AfterEvent, Batch, Completion, Direction, Region, Ticket, Transport, TransportSettings
 from kvbaton.transport.faulty import Faults, FaultyTransport
 from kvbaton.transport.local import LocalTransport
 from kvbaton.transport.table import TRANSPORTS
@@ -37,6 +37,31 @@ def test_batches_of_several_sizes_are_told_apart() -> None:
     blocks = {row.name: (row.settings["batch_bytes"], row.settings["blocks"]) for row in report.rows}
     assert blocks == {"local: 64 KiB in 1 MiB": (MIB, 16), "local: 64 KiB in 2 MiB": (2 * MIB, 32)}
     assert [sorted(each) for each in report.rounds] == [sorted(blocks)] * 2
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_a_turn_of_several_batches_has_every_byte_of_each_checked(direction: Direction) -> None:
+    subjects = ("tcp", "socket") if direction is Direction.READ else ("tcp",)
+    bench = WireBench((64 * KIB,), (MIB,), (2,), subjects=subjects, rounds=2, idle_s=0.0, direction=direction)
+    report = run_wire_bench(replace(bench, turn_bytes=4 * MIB + 5))
+    assert report.problems == []
+    assert {row.settings["blocks"] for row in report.rows if row.unit == "GB/s"} == {16}
+
+
+def test_control_a_batch_that_is_not_the_last_of_a_turn_goes_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    posted: list[Batch] = []
+
+    class Forgetful(LocalTransport):
+        def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
+            posted.append(batch)
+            assert isinstance(batch.runs, np.ndarray)
+            is_second = len(posted) % 4 == 2
+            return super().post(Batch(batch.peer, batch.direction, batch.runs[:-1]) if is_second else batch, after)
+
+    monkeypatch.setitem(TRANSPORTS, "local", replace(TRANSPORTS["local"], opener=Forgetful))
+    bench = WireBench((64 * KIB,), (MIB,), (1,), "scattered", ("local",), rounds=1, idle_s=0.0, turn_bytes=4 * MIB)
+    assert len(run_wire_bench(bench).problems) == 2
+    assert len(posted) == 8
 
 
 @pytest.mark.parametrize("make", [scattered_runs, contiguous_runs])

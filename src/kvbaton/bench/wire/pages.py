@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from kvbaton.transport.base import Runs
 
-__all__ = ["POISON", "SPREAD", "Bytes", "content", "contiguous_runs", "is_copied", "scattered_runs", "wipe"]
+__all__ = ["POISON", "SPREAD", "Bytes", "content", "contiguous_runs", "is_copied", "scattered_runs", "stream_places", "wipe"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -40,6 +40,11 @@ def contiguous_runs(batch_bytes: int, block_bytes: int, _seed: int) -> Runs:
     count = batch_bytes // block_bytes
     places = np.arange(count, dtype=np.uint64) * np.uint64(block_bytes)
     return np.stack([places, places, np.full(count, block_bytes, np.uint64)], axis=1)
+
+
+def stream_places(runs: Runs) -> tuple[int, int]:
+    """Where a stream of as many bytes begins, at the source and at the target: its bytes are not scattered."""
+    return int(runs[:, 0].min()), int(runs[:, 1].min())
 
 
 def is_copied(runs: Runs, source: Bytes, target: Bytes) -> bool:

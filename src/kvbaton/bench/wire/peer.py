@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from kvbaton.bench.wire.pages import Bytes, content
-from kvbaton.bench.wire.subjects import WRITER, open_mori_engine, our_subjects
+from kvbaton.bench.wire.subjects import STREAM_ASK, WRITER, open_mori_engine, our_subjects
 from kvbaton.compat.mori import io as mori
 from kvbaton.errors import ConfigError
 from kvbaton.transport.base import Endpoint, Region, Transport, TransportSettings
@@ -82,13 +82,14 @@ def _serve_none(_kind: str, _memory: Bytes) -> _Served:
 
 
 def _serve_socket(_kind: str, memory: Bytes) -> _Served:
-    """Stream as many bytes from the start of the region as eight bytes ask for, again and again."""
+    """Stream what is asked for, again and again."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
         sock, _ = listener.accept()
-        while ask := sock.recv(8, socket.MSG_WAITALL):
-            sock.sendall(memory.data[: int.from_bytes(ask, "little")])
+        while ask := sock.recv(STREAM_ASK.size, socket.MSG_WAITALL):
+            at, count = STREAM_ASK.unpack(ask)
+            sock.sendall(memory.data[at : at + count])
 
     threading.Thread(target=serve, daemon=True).start()
     return {"port": listener.getsockname()[1]}, listener.close

@@ -1,6 +1,8 @@
 """The rounds of the wire benchmark: all subjects in turns, every byte checked, medians as rates and as ratios to a peer.
 
-GB is 1e9 bytes, and a rate is that of the whole loop, from posting until the last byte is in, as nixlbench has it.
+GB is 1e9 bytes, and a rate is that of the whole loop, from posting until the last byte is in, as nixlbench has it. Where
+batches are small, a turn is several of them, one after another and each to places of its own: one alone would show how long a
+processor that was idle takes to wake.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import numpy as np
 
 from kvbaton.bench.processes import cpu_s
 from kvbaton.bench.report import BenchReport, BenchRow, Setting, describe_hardware
-from kvbaton.bench.wire.pages import POISON, SPREAD, Bytes, contiguous_runs, is_copied, scattered_runs, wipe
+from kvbaton.bench.wire.pages import POISON, SPREAD, Bytes, contiguous_runs, is_copied, scattered_runs, stream_places, wipe
 from kvbaton.bench.wire.subjects import (
     RAW,
     PeerProcess,
@@ -38,6 +40,7 @@ __all__ = ["WireBench", "measure_wire", "run_wire_bench", "subjects_of"]
 Progress = Callable[[str], None]
 
 _MOST_PEERS = 64
+_MOST_TURN_BYTES = 1 << 34
 _SINGLE_BYTES = 8 << 10
 _SINGLES, _SINGLE_WARM_UP = 2000, 200
 _RAW_NIXL = "raw nixl"
@@ -45,7 +48,7 @@ _RAW_NIXL = "raw nixl"
 
 @dataclass(frozen=True, slots=True)
 class WireBench:
-    """What is measured. Each of `batch_bytes` is divided among the peers."""
+    """What is measured. Each of `batch_bytes` is divided among the peers; a turn moves as many batches as `turn_bytes` hold."""
 
     block_bytes: tuple[int, ...] = (4 << 10, 16 << 10, 64 << 10, 1 << 20, 4 << 20)
     batch_bytes: tuple[int, ...] = (128 << 20,)
@@ -55,6 +58,7 @@ class WireBench:
     rounds: int = 5
     idle_s: float = 3.0
     direction: Direction = Direction.READ
+    turn_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in self.subjects:
@@ -68,6 +72,8 @@ class WireBench:
                 f"block_bytes is {', '.join(map(str, self.block_bytes))} and peers is {', '.join(map(str, self.peers))}; "
                 f"blocks must have a size above 0, and peers must be 1 to {_MOST_PEERS}"
             )
+        if not 0 <= self.turn_bytes <= _MOST_TURN_BYTES:
+            raise ConfigError(f"turn_bytes is {self.turn_bytes}; it must be 0 to {_MOST_TURN_BYTES}")
         if self.rounds < 1 or min(self.batch_bytes) < min(self.block_bytes) * max(self.peers):
             raise ConfigError(
                 f"rounds is {self.rounds}, the smallest of batch_bytes is {min(self.batch_bytes)}; there must be a round, and "
@@ -79,6 +85,7 @@ class WireBench:
         return {
             "block_bytes": ",".join(map(str, self.block_bytes)),
             "batch_bytes": ",".join(map(str, self.batch_bytes)),
+            "turn_bytes": self.turn_bytes,
             "peers": ",".join(map(str, self.peers)),
             "layout": self.layout,
             "direction": str(self.direction),
@@ -132,10 +139,16 @@ class _Point:
     batch_bytes: int
     peers: int
     names_batch: bool
+    batches: int
+    """How many of them are a turn."""
 
     @property
     def bytes_per_peer(self) -> int:
         return self.batch_bytes // self.peers // self.block_bytes * self.block_bytes
+
+    @property
+    def turn_bytes(self) -> int:
+        return self.batches * self.peers * self.bytes_per_peer
 
     def key(self, name: str) -> str:
         batch = f" in {_size(self.batch_bytes)}" if self.names_batch else ""
@@ -181,7 +194,8 @@ def run_wire_bench(bench: WireBench, progress: Progress | None = None) -> BenchR
 
 def _points(bench: WireBench, peers: int, report: Progress) -> Iterator[_Point]:
     for batch_bytes, size in itertools.product(bench.batch_bytes, bench.block_bytes):
-        point = _Point(size, batch_bytes, peers, len(bench.batch_bytes) > 1)
+        batches = max(1, bench.turn_bytes // batch_bytes)
+        point = _Point(size, batch_bytes, peers, len(bench.batch_bytes) > 1, batches)
         if point.bytes_per_peer:
             yield point
         else:
@@ -198,7 +212,7 @@ def _groups(subjects: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 @contextlib.contextmanager
 def _opened(bench: WireBench, names: tuple[str, ...], peers: int, report: Progress) -> Iterator[list[_WireEntrant]]:
-    largest = max(bench.batch_bytes)
+    largest = max(bench.turn_bytes, *bench.batch_bytes)
     compared = {beside_of(name) for name in bench.subjects if can_write(name)}
     with contextlib.ExitStack() as stack:
         entries: list[_WireEntrant] = []
@@ -222,16 +236,12 @@ def _opened(bench: WireBench, names: tuple[str, ...], peers: int, report: Progre
 
 def _measure(bench: WireBench, point: _Point, entries: list[_WireEntrant], rounds: list[dict[str, list[float]]]) -> list[str]:
     """Every subject once per round, in turns, there and back, after one round that does not count; returns what went wrong."""
-    make = scattered_runs if bench.layout == "scattered" else contiguous_runs
     problems: list[str] = []
     for number in range(-1, bench.rounds):
-        each = point.bytes_per_peer
         for entry in entries if number % 2 else entries[::-1]:
-            batches = [make(each, point.block_bytes, 1000 * peer + number + 1) for peer in range(point.peers)]
-            for peer, runs in enumerate(batches):
-                runs[:, 1 if entry.direction is Direction.READ else 0] += runs.dtype.type(peer * SPREAD * each)
-            seconds, posted, processor = _time_one(entry, batches)
-            if not _is_right(entry, batches):
+            turn = [_batches(bench, point, entry.direction, number + 1, place) for place in range(point.batches)]
+            seconds, posted, processor = _time_one(entry, turn)
+            if not _is_right(entry, turn):
                 problems.append(f"{entry.name}, {point}, round {number}: wrong bytes")
             if number < 0:
                 continue
@@ -242,19 +252,34 @@ def _measure(bench: WireBench, point: _Point, entries: list[_WireEntrant], round
     return problems
 
 
-def _time_one(entry: _WireEntrant, batches: list[Runs]) -> tuple[float, float, float]:
+def _batches(bench: WireBench, point: _Point, direction: Direction, round_number: int, place: int) -> list[Runs]:
+    """A batch per peer; what a turn moves has places of its own in the memory of the peers, and here those of each peer too."""
+    make = scattered_runs if bench.layout == "scattered" else contiguous_runs
+    size = SPREAD * point.bytes_per_peer
+    batches = []
+    for peer in range(point.peers):
+        runs = make(point.bytes_per_peer, point.block_bytes, 1000 * (place * point.peers + peer) + round_number)
+        here, there = (1, 0) if direction is Direction.READ else (0, 1)
+        runs[:, there] += runs.dtype.type(place * size)
+        runs[:, here] += runs.dtype.type((place * point.peers + peer) * size)
+        batches.append(runs)
+    return batches
+
+
+def _time_one(entry: _WireEntrant, turn: list[list[Runs]]) -> tuple[float, float, float]:
+    """The seconds of a turn, those for which posting a batch held the caller, and the processor's."""
     for target in [entry.subject.memory] if entry.direction is Direction.READ else [peer.memory for peer in entry.peers]:
         target[:] = POISON
     processor = _processor_s(entry)
     started = time.perf_counter()
-    posted = entry.subject.move(batches)
+    posted = sum(map(entry.subject.move, turn))
     seconds = time.perf_counter() - started
-    return seconds, posted, _processor_s(entry) - processor
+    return seconds, posted / len(turn), _processor_s(entry) - processor
 
 
-def _is_right(entry: _WireEntrant, batches: list[Runs]) -> bool:
+def _is_right(entry: _WireEntrant, turn: list[list[Runs]]) -> bool:
     """Whether every byte is where it belongs, and no other was touched."""
-    here, pairs = entry.subject.memory, list(zip(batches, entry.peers, strict=True))
+    here, pairs = entry.subject.memory, [pair for batches in turn for pair in zip(batches, entry.peers, strict=True)]
     if entry.name in RAW and RAW[entry.name].is_stream:
         return _is_streamed(here, pairs)
     writes = entry.direction is Direction.WRITE
@@ -266,16 +291,16 @@ def _is_right(entry: _WireEntrant, batches: list[Runs]) -> bool:
 
 
 def _is_streamed(here: Bytes, pairs: list[tuple[Runs, PeerProcess]]) -> bool:
-    at, is_right = 0, True
+    is_right = True
     for runs, peer in pairs:
+        source, target = stream_places(runs)
         count = int(runs[:, 2].sum())
-        is_right &= np.array_equal(here[at : at + count], peer.content[:count])
-        at += count
+        is_right &= np.array_equal(here[target : target + count], peer.content[source : source + count])
     return is_right
 
 
 def _rows(bench: WireBench, point: _Point, entries: list[_WireEntrant], rounds: list[dict[str, list[float]]]) -> list[BenchRow]:
-    moved = point.bytes_per_peer * point.peers
+    moved = point.turn_bytes
     rates = {
         entry.name: moved / 1e9 / statistics.median(each[point.key(entry.name)][0] for each in rounds) for entry in entries
     }
@@ -289,7 +314,7 @@ def _rows(bench: WireBench, point: _Point, entries: list[_WireEntrant], rounds: 
             "peers": point.peers,
             "layout": bench.layout,
             "direction": str(entry.direction),
-            "blocks": moved // point.block_bytes,
+            "blocks": moved // point.batches // point.block_bytes,
             "post_ms": round(1e3 * statistics.median(entry.posted_s[key]), 3),
             "cpu_s_per_gb": round(statistics.median(entry.processor_s[key]) / (moved / 1e9), 3),
         }

@@ -8,6 +8,7 @@ import mmap
 import os
 import select
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 import numpy as np
 
-from kvbaton.bench.wire.pages import Bytes, content
+from kvbaton.bench.wire.pages import Bytes, content, stream_places
 from kvbaton.compat.mori import io as mori
 from kvbaton.core.card import Endpoint
 from kvbaton.core.handoff import Incarnation
@@ -33,6 +34,7 @@ from kvbaton.transport.table import TransportEntry, TransportVariant, load, tran
 
 __all__ = [
     "RAW",
+    "STREAM_ASK",
     "PeerProcess",
     "RawPeer",
     "SingleBlocks",
@@ -60,6 +62,9 @@ void copy_runs(char *target, const char *source, const uint64_t *runs, long coun
 }
 """
 
+
+STREAM_ASK = struct.Struct("<QQ")
+"""What the plain socket is asked for: where in the region, and how many bytes."""
 
 WRITER = PeerRank(Incarnation("writer"))
 """The side that writes, as its peers know it."""
@@ -192,10 +197,10 @@ class _Socket:
         self._socks = [socket.create_connection(("127.0.0.1", port), timeout=_TIMEOUT_S) for port in ports]
 
     def move(self, batches: list[Runs]) -> float:
-        at = 0
         for sock, runs in zip(self._socks, batches, strict=True):
+            source, at = stream_places(runs)
             requested = int(runs[:, 2].sum())
-            sock.sendall(requested.to_bytes(8, "little"))
+            sock.sendall(STREAM_ASK.pack(source, requested))
             end = at + requested
             while at < end:
                 count = sock.recv_into(self.memory.data[at:end])
