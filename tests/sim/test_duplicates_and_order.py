@@ -39,6 +39,7 @@ from kvbaton.core.lifecycle import TARGET, Row, SourceState, TargetEffect, Targe
 from kvbaton.core.messages import Grant, Stopped
 from kvbaton.sim.engine import Ended, SimPrompt, SourceEngine
 from kvbaton.sim.instance import Bugs
+from kvbaton.sim.plant_rows import with_rows
 from kvbaton.sim.plants import PLANTS
 from kvbaton.sim.run import LIMITS, Run
 from kvbaton.sim.script import Fault, FaultKind, Script
@@ -201,13 +202,14 @@ class TestFailedStaysFailed:
     @every_flow
     def test_a_failed_hand_off_that_lands_would_be_seen(self, flow: Flow) -> None:
         class Forgiving(TargetSide):
-            table = TARGET.with_rows(
+            table = with_rows(
+                TARGET,
                 {
                     (state, TargetEvent.QUIET_CANCELLED): Row(
                         TargetState.DELIVERED, (TargetEffect.SEND_RELEASE, TargetEffect.DELIVER)
                     )
                     for state in (TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED)
-                }
+                },
             )
 
         assert first_broken(self._late_words(flow), sides(target=Forgiving)) & {"foreign byte", "everything ends"}

@@ -37,7 +37,7 @@ NEAR = {
     "silence-not-measured": 16,
     "aux-channel-ignored": 99,
     "first-blocks-kept": 1762,
-    "confirmed-when-asked": 698,
+    "confirmed-when-asked": 50,
     "fenced-by-one-rank": 618,
     "frames-before-commands": 186,
     "rank-loss-ignored": 26,

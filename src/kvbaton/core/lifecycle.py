@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kvbaton.errors import Bug, IllegalTransition
@@ -93,10 +93,6 @@ class Table(Generic[StateT, EventT, EffectT]):
         if state in self.terminal or (state, event) in self.late:
             return None
         raise IllegalTransition(f"{self.name}: {event!s} in state {state!s}")
-
-    def with_rows(self, rows: Mapping[tuple[StateT, EventT], Row[StateT, EffectT]]) -> Table[StateT, EventT, EffectT]:
-        """The same table with some rows replaced; what the simulator's planted bugs are made with."""
-        return replace(self, rows={**self.rows, **rows}, late=frozenset(self.late - set(rows)))
 
 
 class SourceState(enum.StrEnum):

@@ -102,6 +102,17 @@ class CardReactions:
 
         return check
 
+    def on_card_of_another(self, sender: Incarnation, hello: Hello) -> Check:
+        """A card in the name of a process that is not its sender: dropped."""
+        peers = vars(self._coordinator)["_peers"]
+        before = hello.card.incarnation in vars(peers)["_cards"]
+
+        def check(sent: list[Message]) -> Broken:
+            is_taken = bool(sent) or (hello.card.incarnation in vars(peers)["_cards"]) is not before
+            return (TAKEN, f"{sender} has sent the card of {hello.card.incarnation}") if is_taken else None
+
+        return check
+
     def on_refusal(self, via: ControlAddress | None, sender: Incarnation) -> Check:
         """The peer at an address is none of ours, or takes us for none of its own."""
         waiting, untouched = self._waiting_at(via), self._untouched(via, set())

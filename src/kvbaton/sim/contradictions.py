@@ -32,6 +32,8 @@ class Contradiction(enum.IntEnum):
     REFUSED_FOR_EVER = 8
     EMPTY_SPAN = 9
     POINTER = 10
+    ELSEWHERE = 11
+    REFUSED_UP_TO_THE_LAST = 12
 
 
 TAKEN_BACK = tuple(kind for kind in Contradiction if kind >= Contradiction.NOT_CONFIRMED)
@@ -71,9 +73,13 @@ def contradict(message: Message, kind: Contradiction, aux_offset: int) -> tuple[
             return message, _refuse(message)
         case Contradiction.REFUSED_FOR_EVER, Announced():
             return (_refuse(message, MAX_NUMBER),)
+        case Contradiction.REFUSED_UP_TO_THE_LAST, Announced():
+            return (_refuse(message, MAX_NUMBER - 1),)
         case Contradiction.EMPTY_SPAN, Announced():
             return message, structs.replace(message, spans=(Span(MAX_NUMBER, 0, 0, 0, 1),))
         case Contradiction.POINTER, AuxSent() if message.aux is not None:
             return (structs.replace(message, aux=None, pointer=AuxPointer(aux_offset, 1, 0)),)
+        case Contradiction.ELSEWHERE, AuxSent() if message.pointer is not None:
+            return (structs.replace(message, pointer=structs.replace(message.pointer, offset=message.pointer.offset + 1)),)
         case _:
             return (message,)

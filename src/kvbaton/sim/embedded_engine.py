@@ -16,6 +16,7 @@ from kvbaton.agent.engine_port import Allocation, EngineEvent, Landed, SourceEnd
 from kvbaton.agent.rank_orders import CopyId
 from kvbaton.config import HandoffSettings
 from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.grants import Reserve
 from kvbaton.core.handoff import Executor, HandoffKey, Incarnation, Mode, Outcome, RequestId
 from kvbaton.core.timeline import Side
 from kvbaton.engines.embedded.engine import Engine
@@ -129,6 +130,15 @@ class EmbeddedEngine(SimEngine):
             # Not by way of arguments: the engine has no switch for planted bugs.
             part.__class__ = kind
         self._freed = FreedBlocks(self._pool, self.cache)
+        self._check_reserve(scheduler.reserve)
+
+    def _check_reserve(self, reserve: Reserve) -> None:
+        """With one role, only a source that waits for grants leaves blocks free; with both, whoever waits does."""
+        waits = self.handoff.mode is Mode.PUSH
+        expected = (self.both_roles, waits, self.both_roles or waits, self.both_roles and waits)
+        left = (reserve.is_shared, reserve.has_grants, reserve.source > 0, reserve.target > 0)
+        if left != expected:
+            self.world.find("as set", f"{self.name}: {reserve} is left free")
 
     # Requests.
 

@@ -45,6 +45,7 @@ from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits, OnFailure, 
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.card import Card, ProcessId, RankCard
+from kvbaton.core.checks import ONE_IN, size_worth_summing
 from kvbaton.core.grants import REACH, GrantWindows
 from kvbaton.core.handoff import Executor, HandoffKey, Incarnation, Integrity, Mode, Outcome, TransferId
 from kvbaton.core.layout import Layout
@@ -467,6 +468,11 @@ class SimInstance:
                 cluster.settings,
                 self._note,
             )
+        worth = size_worth_summing(rank.layout for rank in card.ranks)
+        sizes = {"source": worth, "target": worth * (ONE_IN if cluster.settings.integrity is Integrity.SAMPLED else 1)}
+        summed = {"source": self.coordinator.source.sum_size, "target": self.coordinator.target.sum_size}
+        if summed != sizes:
+            cluster.world.find("as set", f"{self.process.name}: {summed} are summed at a time, and {sizes} are worth it")
         # One of the two sums every span as it comes, so that sums are under way while more is computed, moved or retracted.
         (self.coordinator.source if pid % 2 else self.coordinator.target).sum_size = 1
         self._handle_frame, self._handle_report = self.coordinator.on_frame, self.coordinator.take_report
@@ -768,7 +774,7 @@ class SimInstance:
         if self.thread is not None:
             self.thread.paused_until = 0.0
         for transport in self.transports:
-            transport.fail_next = transport.corrupt_next = 0
+            transport.fail_next = transport.fail_last = transport.short_next = transport.corrupt_next = 0
 
     def on_frame(self, frame: bytes, sender_address: str) -> None:
         """A frame arrives: its messages are taken one by one, as the control sockets pass them on."""

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import msgspec
 
+from kvbaton.agent.rank import RegionMemory
 from kvbaton.core.aux_area import AuxArea
 from kvbaton.core.checks import BlockSums, Pieces
 from kvbaton.core.layout import HeadRange, Layout
@@ -58,6 +59,7 @@ class RankMemory:
         self.cells: list[TaggedCell] = [FREED] * (blocks * layers)
         self.aux = bytearray(AUX_SLOTS * AUX_SLOT_BYTES)
         """Bytes, not cells: they lie after the last cell."""
+        self._aux_region = RegionMemory(memoryview(self.aux))
         self.summed = self.largest = 0
         """How many cells were summed in this turn, and in how large a piece at most."""
 
@@ -76,6 +78,8 @@ class RankMemory:
 
     def sums(self, pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
         """The checksums over the tags of the cells of each part, in order; the first one continues `value`."""
+        if not ends or ends[-1] != len(pieces):
+            raise Bug(f"{len(pieces)} pieces are to be summed up to {list(ends)}")
         sums, first = [], 0
         for end in ends:
             for offset, count in pieces[first:end].tolist():
@@ -94,13 +98,11 @@ class RankMemory:
 
     def read(self, offset: int, size_bytes: int) -> bytes:
         """A copy of what lies in the aux area."""
-        at = offset - len(self.cells)
-        return bytes(self.aux[at : at + size_bytes])
+        return self._aux_region.read(offset - len(self.cells), size_bytes)
 
     def write(self, offset: int, data: bytes) -> None:
         """Put something into the aux area."""
-        at = offset - len(self.cells)
-        self.aux[at : at + len(data)] = data
+        self._aux_region.write(offset - len(self.cells), data)
 
     def fill(self, block: int, cell: TaggedCell) -> None:
         """Let the owner write all cells of a block."""

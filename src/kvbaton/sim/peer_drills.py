@@ -6,7 +6,7 @@ import random
 
 from msgspec import structs
 
-from kvbaton.core.handoff import Integrity, Mode
+from kvbaton.core.handoff import AuxChannel, Integrity, Mode
 from kvbaton.sim.contradictions import TAKEN_BACK, Contradiction
 from kvbaton.sim.drill_stage import Drill, make_request, make_stage
 from kvbaton.sim.script import Fault, FaultKind, Script
@@ -55,6 +55,7 @@ def _source_takes_back(rng: random.Random) -> Script:
         faults=tuple(wrong),
         prefills=2,
         integrity=rng.choice(list(Integrity)),
+        aux_channel=rng.choice(list(AuxChannel)),
         move_s=rng.choice((0.002, 0.02)),
         rank_lag_s=rng.choice((0.0, 0.0, 0.01)),
     )

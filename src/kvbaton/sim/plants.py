@@ -40,6 +40,7 @@ from kvbaton.core.messages import (
 from kvbaton.sim.agent_thread import SimDriver
 from kvbaton.sim.engine_plants import engine_plants
 from kvbaton.sim.instance import Bugs
+from kvbaton.sim.plant_rows import with_rows
 from kvbaton.sim.socket_plants import socket_plants
 from kvbaton.sim.source_plants import source_plants
 from kvbaton.sim.transport import SimRank
@@ -59,21 +60,23 @@ class Plant:
 
 
 class _FreedBeforeAcknowledgement(TargetSide):
-    table = TARGET.with_rows(
+    table = with_rows(
+        TARGET,
         {
             (state, event): Row(TargetState.FAILED, (TargetEffect.SEND_STOP, TargetEffect.RETURN_BLOCKS))
             for state in (TargetState.GRANTED, TargetState.FILLING)
             for event in (TargetEvent.ABORTED, TargetEvent.NO_PROGRESS)
-        }
+        },
     )
 
 
 class _FreedOnTimeAlone(TargetSide):
-    table = TARGET.with_rows(
+    table = with_rows(
+        TARGET,
         {
             (state, TargetEvent.STOP_LATE): Row(TargetState.FAILED, (TargetEffect.RETURN_BLOCKS,))
             for state in (TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED)
-        }
+        },
     )
 
 
@@ -108,8 +111,8 @@ class _GenerationNotChecked(SourceSide):
 class _ConfirmedBeforeRead(TargetSide):
     """Asks for the confirmation first and reads on afterwards."""
 
-    table = TARGET.with_rows(
-        {(TargetState.CONFIRMING, TargetEvent.ANNOUNCED): Row(TargetState.CONFIRMING, (TargetEffect.MOVE_SPANS,))}
+    table = with_rows(
+        TARGET, {(TargetState.CONFIRMING, TargetEvent.ANNOUNCED): Row(TargetState.CONFIRMING, (TargetEffect.MOVE_SPANS,))}
     )
 
     def is_complete(self, record: TargetRecord) -> bool:
@@ -156,12 +159,13 @@ class _GivenUpTakenForQuiet(TargetSide):
 
 
 class _FailedOverwritten(TargetSide):
-    table = TARGET.with_rows(
+    table = with_rows(
+        TARGET,
         {
             (TargetState.STOPPING, TargetEvent.QUIET_FAILED): Row(
                 TargetState.DELIVERED, (TargetEffect.SEND_RELEASE, TargetEffect.DELIVER)
             )
-        }
+        },
     )
 
 
@@ -419,12 +423,13 @@ class _DeliveredWithoutRelease(SourceSide):
 class _ReleasedThenFailed(TargetSide):
     """Releases its source, and fails for a reason of its own afterwards."""
 
-    table = TARGET.with_rows(
+    table = with_rows(
+        TARGET,
         {
             (TargetState.CONFIRMING, TargetEvent.CONFIRMED): Row(
                 TargetState.STOPPING, (TargetEffect.SEND_RELEASE, TargetEffect.QUARANTINE, TargetEffect.STOP_COPY)
             )
-        }
+        },
     )
 
 
@@ -618,12 +623,13 @@ class _ConfirmedWhenAsked(SourceSide):
 class _EveryPeerFenced(TargetSide):
     """Registers its memory anew where it would be enough to end the session of one peer."""
 
-    table = TARGET.with_rows(
+    table = with_rows(
+        TARGET,
         {
             (TargetState.STOPPING, TargetEvent.STOP_LATE): Row(
                 TargetState.ISOLATED, (TargetEffect.SEND_STOP, TargetEffect.RESET_REGION)
             )
-        }
+        },
     )
 
 

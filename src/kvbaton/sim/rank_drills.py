@@ -6,9 +6,10 @@ import random
 
 from msgspec import structs
 
-from kvbaton.core.handoff import Mode
+from kvbaton.core.handoff import Integrity, Mode
 from kvbaton.sim.drill_stage import Drill, make_request, make_stage
 from kvbaton.sim.script import Fault, FaultKind, Script
+from kvbaton.transport.base import LateWrites
 
 __all__ = ["RANKS"]
 
@@ -26,4 +27,22 @@ def _stopped_while_full(rng: random.Random) -> Script:
     return structs.replace(script, faults=faults, rank_lag_s=rng.choice((0.0, 0.01, 0.05)))
 
 
-RANKS: tuple[Drill, ...] = (_stopped_while_full,)
+def _full_for_long(rng: random.Random) -> Script:
+    """A transport is full for longer than a hand-off may stand still, and takes a batch now and then."""
+    request = make_request(rng, Mode.PUSH, tokens=8, chunk=1)
+    script = make_stage(rng, writes=rng.random() < 0.5, request=request)
+    who = "p0" if script.late_writes is LateWrites.REVOCABLE else rng.choice(("p0", "d0"))
+    full = [Fault(FaultKind.QUEUE_FULL, 0.005, who=who, for_s=10.0, number=rank, is_whole=True) for rank in range(script.ranks)]
+    return structs.replace(script, faults=tuple(full), move_s=0.01, step_s=0.002)
+
+
+def _moves_less(rng: random.Random) -> Script:
+    """A transport completes a batch of which a part is missing, and its count of bytes is all that shows it."""
+    request = make_request(rng, rng.choice(list(Mode)), tokens=6, chunk=rng.choice((3, 6)), retries=1, retry_after_s=0.1)
+    script = make_stage(rng, writes=rng.random() < 0.5, request=request)
+    short = [Fault(FaultKind.COPY_FAILS, 0.0, who=who, other="short", number=0) for who in ("p0", "d0")]
+    integrity = rng.choice((Integrity.OFF, Integrity.OFF, Integrity.FULL))
+    return structs.replace(script, faults=tuple(short), integrity=integrity)
+
+
+RANKS: tuple[Drill, ...] = (_stopped_while_full, _full_for_long, _moves_less)

@@ -29,6 +29,7 @@ from kvbaton.core.handoff import (
 )
 from kvbaton.core.lifecycle import SourceState, TargetState
 from kvbaton.core.messages import (
+    MAX_NUMBER,
     Announced,
     AuxSent,
     ConfirmAsk,
@@ -146,7 +147,8 @@ class Reactions:
         if isinstance(message, Stop) and is_for_us:
             self._note_decline(message)
         if isinstance(message, Hello) and is_for_us:
-            return self._cards.on_card(sender, message, via) if message.card.incarnation == sender else _nothing
+            is_own = message.card.incarnation == sender
+            return self._cards.on_card(sender, message, via) if is_own else self._cards.on_card_of_another(sender, message)
         if isinstance(message, Refused) and message.key is None and is_for_us:
             return self._cards.on_refusal(via, sender)
         if not is_for_us or not self._is_known(sender):
@@ -297,7 +299,8 @@ class Reactions:
                 return TAKEN, f"neither taken up nor answered: {grant}"
             if is_over and not is_held and not is_kept and not _has(sent, Over, grant.key):
                 return TAKEN, f"it has ended here, and that is not the answer to {grant}"
-            if is_kept and now is not None:
+            is_answered = any(isinstance(each, Refused) and each.grant == grant.grant for each in answers)
+            if is_kept and now is not None and not is_answered:
                 self._superseding.append((now, sender, grant))
             is_used = record is None and not is_over and not any(isinstance(each, Refused) and each.stale for each in sent)
             if is_used:
@@ -565,6 +568,12 @@ class Reactions:
         key = message.key
         if key is None:
             return _nothing
+        notices = vars(self._target.decline_notices)["_waiting"]
+        if isinstance(message, Stopped) and not message.grant and (notice := notices.get(key)) is not None:
+            is_answer = notice.source == sender
+            return lambda _: (
+                None if (notices.get(key) is notice) is not is_answer else (TAKEN, f"{notice.source} is notified: {message}")
+            )
         record = self._target.live.get(key)
         if isinstance(message, Confirmed) and record is not None and self._is_early(sender, record, message):
             return lambda _: None if record.early_confirmed == message else (TAKEN, f"{message} is not kept")
@@ -572,11 +581,14 @@ class Reactions:
             return self._unchanged(key, message)
         state, is_reading, early = record.state, record.executor is Executor.TARGET_READS, record.early_confirmed
         is_by_message = isinstance(message, AuxSent) and message.aux is None and record.aux_channel is AuxChannel.CONTROL
-        stands, is_new = _stands(record), record.span_count is None
+        stands, is_new, is_first = _stands(record), record.span_count is None, not record.stale_grants
         generation, blocks, give_up_at = record.generation, sum(map(len, record.source_blocks)), record.give_up_at
 
         def check(sent: list[Message]) -> Broken:
             is_live = self._target.live.get(key) is record
+            is_number = isinstance(message, Refused) and message.stale and message.used_up_to < MAX_NUMBER
+            if is_number and is_reading and state is TargetState.GRANTED and is_first and not _has(sent, Grant, key):
+                return TAKEN, f"a number was refused, and no other is taken: {message}"
             if not is_live or (record.state in _CLOSING and state not in _CLOSING):
                 return None
             if _stands(record) == stands and record.give_up_at != give_up_at:

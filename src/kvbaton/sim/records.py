@@ -108,6 +108,8 @@ def _source_problems(record: SourceRecord, ranks: int) -> Iterator[str]:
         numbers = {span.number for span in record.spans[:summing]}
         if not {span for _, span in record.sums} <= numbers:
             yield f"{sorted(record.sums)} are summed, of {sorted(numbers)}"
+    if record.blocks and not record.spans and state not in _EMPTYING:
+        yield f"it holds blocks {record.blocks}, and nothing is in them"
     if state is not SourceState.STOPPING:
         if (record.is_asked or record.is_confirmed) and state is not SourceState.SERVING:
             yield "it is asked about, or confirmed"
@@ -127,6 +129,12 @@ def _source_problems(record: SourceRecord, ranks: int) -> Iterator[str]:
             yield "everything is written, and not confirmed"
         if record.is_released and moved == ranks * count:
             yield "everything is written, and released, and it does not end"
+        if record.is_released and not record.open_copies:
+            yield "it is released, and no copy of ours is open, and it does not end"
+        if grant is not None and grant.counts_arrivals and not record.is_confirmed:
+            planned = sum(map(len, record.planned.values()))
+            if planned == ranks * count:
+                yield "everything is on its way, and not confirmed"
         if record.is_asked and not record.writes:
             yield "everything is summed, and the question is not answered"
 

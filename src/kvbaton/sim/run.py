@@ -38,6 +38,7 @@ LIMITS = Limits(transfer_timeout=2.0, defer_timeout=4.0, stop_timeout=0.5, retry
 _CANCELS = frozenset({FaultKind.CANCEL_SOURCE, FaultKind.CANCEL_TARGET})
 
 _MAX_EVENTS = 200_000
+_TAKES_EVERY_S = 0.4
 _SETTLE_S = 60.0
 _PROBE_AFTER_S = 30.0
 _HARD_END_SLACK = 1.05, 1.0
@@ -529,12 +530,17 @@ class Run:
                 instance.process.clock.offset += fault.for_s
             case FaultKind.COPY_FAILS if fault.is_whole:
                 instance.failing_sums += 1
+            case FaultKind.COPY_FAILS if fault.other == "short":
+                instance.transports[fault.number % len(instance.transports)].short_next += 1
+            case FaultKind.COPY_FAILS if fault.other:
+                instance.transports[fault.number % len(instance.transports)].fail_last += 1
             case FaultKind.COPY_FAILS:
                 instance.transports[fault.number % len(instance.transports)].fail_next += 1
             case FaultKind.CORRUPT:
                 instance.transports[fault.number % len(instance.transports)].corrupt_next += 1
             case FaultKind.QUEUE_FULL:
-                instance.transports[fault.number % len(instance.transports)].refuse_until = until
+                transport = instance.transports[fault.number % len(instance.transports)]
+                transport.refuse_until, transport.takes_every_s = until, _TAKES_EVERY_S if fault.is_whole else 0.0
             case FaultKind.STALL:
                 instance.transports[fault.number % len(instance.transports)].stall_until = until
             case FaultKind.PREEMPT:

@@ -10,6 +10,7 @@ from kvbaton.agent.source import SourceRecord, SourceSide
 from kvbaton.core.handoff import HandoffKey, Incarnation, Outcome
 from kvbaton.core.lifecycle import SOURCE, Row, SourceEffect, SourceEvent, SourceState
 from kvbaton.core.messages import Heartbeat, Over
+from kvbaton.sim.plant_rows import with_rows
 
 __all__ = ["source_plants"]
 
@@ -17,12 +18,13 @@ __all__ = ["source_plants"]
 class _LeaseOfTheQueue(SourceSide):
     """Counts the silence of a target from before its grant."""
 
-    table = SOURCE.with_rows(
+    table = with_rows(
+        SOURCE,
         {
             (SourceState.HELD, SourceEvent.GRANTED): Row(
                 SourceState.SERVING, (SourceEffect.ANNOUNCE, SourceEffect.SEND_PREFILLED)
             )
-        }
+        },
     )
 
 

@@ -235,9 +235,12 @@ class SourceWatch:
         before, self._held, limits = self._held, {}, self._limits
         for record in self._source.live.values():
             state = record.state
-            if (stage := SOURCE_STAGES.get(state)) is None:
-                continue
             seen, generation = before.get(id(record)), record.generation
+            if (stage := SOURCE_STAGES.get(state)) is None:
+                is_given_up = record.is_released and record.verdict is Outcome.EXPIRED
+                if is_given_up and seen is not None and seen.capped_at > now + _SMALL_S:
+                    yield f"{record.key} is released, its own copies may go on, and its target's silence has ended it"
+                continue
             is_queued, has_target = state is SourceState.QUEUED, record.target is not None
             if is_queued:
                 place = stage, int(has_target)

@@ -10,7 +10,7 @@ import random
 
 from msgspec import structs
 
-from kvbaton.core.handoff import Aux, Executor, Mode, Outcome
+from kvbaton.core.handoff import Aux, Executor, Incarnation, Mode, Outcome
 from kvbaton.core.messages import (
     Announced,
     AuxSent,
@@ -56,6 +56,10 @@ def stray_of(message: Message, rng: random.Random) -> Message | None:
             return structs.replace(message, prompt=f"not {message.prompt}", **numbers)
         case Refused() if message.key is not None and message.stale and rng.random() < 0.5:
             return structs.replace(message, sequence=message.sequence + 1)
+        case Hello():
+            # The card of another process, in the name of this one: it would get that one's hand-offs.
+            card = structs.replace(message.card, incarnation=Incarnation(f"not {message.card.incarnation}"))
+            return structs.replace(message, card=card)
         case Heartbeat():
             return structs.replace(message, live=tuple((key, number + _ELSEWHERE) for key, number in message.live))
         case Stop() | Refused() if not message.grant:
@@ -67,8 +71,6 @@ def stray_of(message: Message, rng: random.Random) -> Message | None:
             return structs.replace(message, grant=message.grant + _ELSEWHERE)
         case Refused():
             return structs.replace(message, grant=message.grant + _ELSEWHERE)
-        case _:
-            return None
 
 
 def asked_anyhow(message: Message, rng: random.Random) -> ConfirmAsk | None:
@@ -80,8 +82,14 @@ def asked_anyhow(message: Message, rng: random.Random) -> ConfirmAsk | None:
 
 
 def before_its_grant(beat: Heartbeat, sequence: int, rng: random.Random) -> Message | None:
-    """What a target has no grant for yet: a grant for another prompt in its name, a question, or a release."""
+    """What a target has no grant for yet: a grant for another prompt in its name, a question, a release, or the stop of a grant
+    that would follow the one that it has.
+    """
     keys = [key for key, number in beat.live if not number]
+    granted = [(key, number) for key, number in beat.live if number]
+    if not beat.from_source and granted and (not keys or rng.random() < 0.5):
+        key, number = granted[0]
+        return Stop(key, number + _ELSEWHERE, outcome=Outcome.CANCELLED, sequence=sequence)
     if beat.from_source or not keys:
         return None
     if rng.random() < 0.5:
@@ -133,9 +141,9 @@ def may_come_from_others(message: Message) -> bool:
             return all(number for _, number in message.live)
         case Grant() | Refused():
             return False
-        case Announced() | Prefilled() | AuxSent() | Retracted() | ConfirmAsk() | Confirmed() | Release() | Stop() | Stopped():
-            return message.grant > 0
-        case Over():
+        case Stopped():
+            return True
+        case Announced() | Prefilled() | AuxSent() | Retracted() | ConfirmAsk() | Confirmed() | Release() | Stop() | Over():
             return message.grant > 0
         case _:
             return False

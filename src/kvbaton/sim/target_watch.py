@@ -6,18 +6,31 @@ state so and for no other, and that its notes for operators are true.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable
 
 from kvbaton.agent.coordinator import Coordinator
-from kvbaton.agent.rank_orders import Arrived, AuxRead, CopyId, RankOrder, RankReport, ReadAux, SpansMoved
+from kvbaton.agent.rank_orders import (
+    Arrived,
+    AuxRead,
+    CopyId,
+    MoveSpans,
+    RankOrder,
+    RankReport,
+    ReadAux,
+    RevokePeer,
+    SpansMoved,
+)
 from kvbaton.agent.target import TargetRecord
+from kvbaton.config import Limits
 from kvbaton.core.handoff import AuxChannel, Executor, HandoffKey, Incarnation
 from kvbaton.core.lifecycle import TargetState
-from kvbaton.core.messages import Grant, Message, Refused
+from kvbaton.core.messages import Grant, Message, Refused, Stop
 from kvbaton.core.timeline import Note, Side, Stage
 
 __all__ = ["TargetWatch"]
 
 _FILLING = frozenset({TargetState.GRANTED, TargetState.FILLING, TargetState.CLEARING})
+_SMALL_S = 1e-6
 _MOST_STALE = 8
 """How many numbers in a row a source may refuse."""
 
@@ -30,6 +43,8 @@ class TargetWatch:
 
     def __init__(self, coordinator: Coordinator, *, is_forgetful: bool, is_noted: bool) -> None:
         self._target = coordinator.target
+        self._clock: Callable[[], float] = vars(coordinator.target)["_clock"]
+        self._limits: Limits = vars(coordinator.target)["_limits"]
         self._is_forgetful = is_forgetful
         self._has_notes = is_noted
         self._granted: dict[tuple[HandoffKey, int], Grant] = {}
@@ -47,6 +62,10 @@ class TargetWatch:
         """By rank, the number of its last report of such bytes."""
         self._counted: set[tuple[CopyId, int, int]] = set()
         """Spans that were counted, by copy and rank: one that is reported again is noted once."""
+        self._stopped_at: dict[tuple[HandoffKey, int], float] = {}
+        """When a source was first asked to stop, by grant."""
+        self._moving_since: dict[CopyId, float] = {}
+        """When something of a copy began to be moved, as it was noted when more was ordered."""
 
     def note(self, note: Note) -> None:
         """Something is noted for operators."""
@@ -60,6 +79,8 @@ class TargetWatch:
 
     def sent_problem(self, source: str, message: Message) -> str:
         """What is wrong with a message that is being sent."""
+        if isinstance(message, Stop):
+            self._stopped_at.setdefault((message.key, message.grant), self._clock())
         if not isinstance(message, Grant):
             return ""
         if bool(message.blocks) is not (message.executor is Executor.SOURCE_WRITES):
@@ -94,7 +115,26 @@ class TargetWatch:
             grant = self._granted.get((order.copy.key, order.copy.grant))
             if grant is not None and grant.aux_channel is AuxChannel.CONTROL:
                 return f"the aux record comes in a message: {order}"
-        return ""
+        if isinstance(order, RevokePeer):
+            return self._revoke_problem(order)
+        return self._moving_problem(order) if isinstance(order, MoveSpans) else ""
+
+    def _revoke_problem(self, order: RevokePeer) -> str:
+        """A source loses its right to write when it does not stop in time, or may have bytes on their way; not otherwise."""
+        of_source = (each for each in self._target.live.values() if each.source == order.incarnation)
+        revoking = [each for each in of_source if each.state is TargetState.REVOKING]
+        late_at = self._clock() - self._limits.stop_timeout + _SMALL_S
+        is_due = any(not each.peer_is_quiet or self._stopped_at[each.key, each.grant] <= late_at for each in revoking)
+        return "" if is_due else f"the source is quiet, and was asked to stop just now: {order}"
+
+    def _moving_problem(self, order: MoveSpans) -> str:
+        """The time on the wire is counted from when something began to be moved until nothing is."""
+        record = self._target.live.get(order.copy.key)
+        if record is None or record.copy != order.copy:
+            return ""
+        since, self._moving_since[order.copy] = self._moving_since.get(order.copy), record.wire_since
+        is_more = record.on_wire > len(order.spans) * len(vars(self._target)["_card"].ranks)
+        return f"it was being moved since {since}: {order}" if is_more and since not in (None, record.wire_since) else ""
 
     def arrived_problem(self, report: RankReport) -> str:
         """What is wrong with a report of bytes that have come: they are counted for grants that state so, and for no other."""

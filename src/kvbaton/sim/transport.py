@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from kvbaton.agent.rank import RankAgent
 from kvbaton.agent.rank_orders import CopyFailed, CopyId, Disconnect, PutAux, RankOrder, ReadAux, RevokePeer, StopCopy
 from kvbaton.core.card import Endpoint
-from kvbaton.core.handoff import HandoffKey
+from kvbaton.core.handoff import HandoffKey, Incarnation
 from kvbaton.core.lifecycle import CopyState
 from kvbaton.core.strips import unroll
 from kvbaton.errors import QueueFull
@@ -30,6 +30,9 @@ _OFFER_AGAIN_S = 0.0009
 
 _FEW_OFFERS, _LONGEST_S = 10, 0.045
 """How often it is offered again while waits double, and how often after that."""
+
+_SHORT = "were moved without an error"
+"""How a batch fails that has completed, and not with all its bytes."""
 
 _ORPHANED_S = 1.0
 """How long a rank goes on after the process of its coordinator has died."""
@@ -105,8 +108,15 @@ class SimTransport:
         self._arrivals: list[Arrival] = []
         self.context: CopyId | None = None
         self.fail_next = 0
+        self.short_next = 0
+        """How many batches complete without their last cell."""
+        self.fail_last = 0
+        """How many writes fail when their last byte is in: what would have shown that is lost."""
         self.corrupt_next = 0
-        self.refuse_until = 0.0
+        self.refuse_until = self.takes_every_s = 0.0
+        """Until when it is full; it takes one batch in so many seconds then, where that is not 0."""
+        self._taken_at: dict[Incarnation, float] = {}
+        self._peer_of: dict[CopyId, Incarnation] = {}
         self.refused_since: dict[CopyId, float] = {}
         """Copies of which a batch was refused, since when, and none was taken."""
         self._refused_at: dict[CopyId, float] = {}
@@ -166,12 +176,17 @@ class SimTransport:
         runs = unroll(batch.runs)
         if not len(runs):
             self._fabric.world.find("nothing twice", f"{self._where}: a batch without a run: {self.context}")
-        if self.refuse_until > self._fabric.world.now:
+        now, peer = self._fabric.world.now, batch.peer.incarnation
+        if self.context is not None:
+            self._peer_of[self.context] = peer
+        takes_one = 0.0 < self.takes_every_s <= now - self._taken_at.get(peer, -math.inf)
+        if self.refuse_until > now and not takes_one:
             is_aux = len(runs) > 0 and runs[0][1] >= len(self.memory.cells)
             if self.context is not None and not is_aux:
                 self.refused_since.setdefault(self.context, self._fabric.world.now)
                 self._check_wait(self.context)
             raise QueueFull("queue full: refused by the simulation; post again")
+        self._taken_at[peer] = now
         self.refused_since.clear()
         self._offered.clear()
         self._last_ticket += 1
@@ -242,11 +257,17 @@ class SimTransport:
 
     def failure_problem(self, report: CopyFailed) -> str:
         """What is wrong with the report that a copy has failed: the first error counts, and what was stopped has stopped."""
-        errors = self.errors.pop(report.copy, ())
+        errors = self.errors.pop(report.copy, [])
         if report.copy in self.stopped:
             return f"it was ordered to stop: {report}"
-        if errors and report.reason != errors[0] and "queue full" not in report.reason:
+        is_first = bool(errors) and (_SHORT if _SHORT in report.reason else report.reason) == errors[0]
+        if errors and not is_first and "queue full" not in report.reason:
             return f"its first error was {errors[0]}: {report}"
+        if "nothing was taken for" in report.reason and (peer := self._peer_of.get(report.copy)) is not None:
+            timeout_s = float(report.reason.split()[-2])
+            since = self._taken_at.get(peer, -math.inf)
+            if self._fabric.world.now - since < timeout_s / 2:
+                return f"a batch to that peer was taken at {since:.4f}: {report}"
         return ""
 
     def close(self) -> None:
@@ -277,14 +298,26 @@ class SimTransport:
             pass
         elif posted.batch.direction is Direction.READ:
             self._carry(posted, peer, self)
+            self._lose_last(posted)
         elif not peer._accepts(self._me, posted):  # noqa: SLF001
             posted.error = "PeerRefused: the session was torn down, or the memory registered anew"
         else:
             self._carry(posted, self, peer)
+            self._lose_last(posted)
+            if self.fail_last > 0 and not posted.moves:
+                self.fail_last -= 1
+                posted.error = "PeerLost: the connection was closed before the last reply"
         if posted.cancelled:
             self._complete(posted)
         else:
             self._schedule(posted, is_severed)
+
+    def _lose_last(self, posted: _PostedBatch) -> None:
+        """Complete without the last cell, and without an error: the count of bytes shows it."""
+        if self.short_next > 0 and len(posted.moves) == 1 and posted.moves[0][1] < len(self.memory.cells):
+            self.short_next -= 1
+            posted.moves.clear()
+            self.errors.setdefault(posted.copy, []).append(_SHORT)
 
     def _has_yet_to_connect(self, writer: PeerRank, posted: _PostedBatch) -> bool:
         """Whether a write waits for its session: this rank may get the order to connect after the writer got the grant."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbaton.agent.timers import Alarms
+from kvbaton.agent.timers import Alarms, Backoff
+from kvbaton.config import Limits
 
 KEYS = st.integers(0, 5)
 TIMES = st.integers(0, 100).map(float)
@@ -31,6 +33,16 @@ def test_alarms_ring_at_the_earliest_time_set_for_a_key(steps: list[tuple[str, i
         assert times == sorted(times)
         assert len(alarms) == len(wanted)
         assert alarms.next_deadline() == min(wanted.values(), default=None)
+
+
+def test_what_was_answered_waits_again_as_for_the_first_time() -> None:
+    limits = Limits(retry=0.1)
+    backoff = Backoff.start(limits, 1.0)
+    for now in (2.0, 3.0):
+        backoff.double(now)
+    assert (backoff.at, backoff.wait_s) == pytest.approx((3.0 + min(0.4, limits.beat_s), min(0.4, limits.beat_s)))
+    backoff.restart(5.0)
+    assert (backoff.at, backoff.wait_s) == pytest.approx((5.1, 0.1))
 
 
 def test_the_earliest_rings_first_and_only_once() -> None:

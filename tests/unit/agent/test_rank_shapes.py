@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 from agent_rig import card_of, key_of
 
-from kvbaton.agent.rank import RankAgent, RegionMemory
+from kvbaton.agent.rank import RankAgent, RegionMemory, find_routes
 from kvbaton.agent.rank_orders import (
     Connect,
     CopyId,
@@ -27,6 +27,7 @@ from kvbaton.core.card import Card, RankCard
 from kvbaton.core.checks import sums_problem
 from kvbaton.core.handoff import Executor, Incarnation, Integrity, Span
 from kvbaton.core.layout import Layout
+from kvbaton.core.pair import Share
 from kvbaton.core.tensors import dense_tensor, split_layers, tensor_group
 from kvbaton.core.timeline import Side
 from kvbaton.core.topology import Shape, head_range
@@ -222,3 +223,19 @@ def test_sums_for_a_peer_that_is_not_connected_are_refused() -> None:
     (report,) = reports
     assert isinstance(report, SpansSummed)
     assert report.error == "checksum: unknown is not connected"
+
+
+def test_a_filter_of_shares_leaves_out_what_it_drops_in_both_directions() -> None:
+    """What controls of `verify` are made with: a head that is not moved has to be noticed."""
+    layouts = [rank_layout(Shape.parse("tp1"), 0, 2)]
+    card = msgspec.structs.replace(card_of("peer"), ranks=(RankCard(0, layouts[0], ()),))
+    met: list[Share] = []
+
+    def keep(share: Share) -> Share:
+        met.append(share)
+        return share[:0]
+
+    whole, part = find_routes(layouts[0], layouts, 0, card), find_routes(layouts[0], layouts, 0, card, keep)
+    assert len(met) == 2
+    for before, after in ((whole.reads, part.reads), (whole.writes, part.writes)):
+        assert [route.pair for route in before] != [route.pair for route in after]

@@ -211,6 +211,18 @@ def test_a_stop_that_overtakes_its_grant_voids_it(rig: Rig) -> None:
     assert not rig.side.live
 
 
+def test_a_stop_that_overtakes_a_later_grant_leaves_what_holds_an_earlier_one_alone(rig: Rig) -> None:
+    rig.serve()
+    rig.post.take()
+    rig.side.on_stop(T1, Stop(KEY, 2, Outcome.CANCELLED, sequence=2))
+    assert rig.side.live[KEY].grant_number == 1
+    assert rig.side.live[KEY].state is SourceState.SERVING
+    rig.side.on_grant(T1, grant(2))
+    assert rig.sent(Refused)[0].stale, "the later one is void"
+    rig.side.on_stop(T1, Stop(KEY, 1, Outcome.CANCELLED, sequence=1))
+    assert KEY not in rig.side.live
+
+
 FAR = [2 + REACH, 1 << 40, 1 << 62]
 
 

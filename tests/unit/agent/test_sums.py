@@ -142,6 +142,14 @@ def test_what_is_worth_an_order_is_summed_while_more_is_computed(integrity: Inte
     assert numbers == {side: [[], [0, 1], [0, 1]] for side in Side}
 
 
+def test_of_a_sample_the_target_waits_for_as_many_times_more_as_it_leaves_out() -> None:
+    sizes = {
+        integrity: Pair(settings=HandoffSettings(integrity=integrity)).target.coordinator.target.sum_size
+        for integrity in (Integrity.FULL, Integrity.SAMPLED)
+    }
+    assert sizes[Integrity.SAMPLED] == ONE_IN * sizes[Integrity.FULL]
+
+
 @pytest.mark.parametrize("writes", [False, True])
 def test_a_wrong_sum_fails_the_handoff_with_both_values_and_is_counted(writes: bool) -> None:
     pair = Pair(writes=writes)

@@ -553,6 +553,13 @@ def test_a_source_without_a_number_left_fails_the_hand_off_by_name(rig: Rig) -> 
     assert rig.sent(Grant)[-1].sequence == 2, "a number that cannot be sent is not kept"
 
 
+def test_the_last_number_that_there_is_can_be_taken(rig: Rig) -> None:
+    rig.grant()
+    rig.side.on_refused(S1, Refused("used before", KEY, 1, stale=True, used_up_to=(1 << 62) - 1))
+    assert rig.sent(Grant)[-1].sequence == 1 << 62
+    assert KEY in rig.side.live
+
+
 def test_refusals_and_beats_without_our_grant_renew_no_deadline(rig: Rig) -> None:
     rig.grant()
     for _ in range(6):

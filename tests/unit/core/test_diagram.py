@@ -24,6 +24,7 @@ from kvbaton.core.lifecycle import (
     TargetEffect,
 )
 from kvbaton.errors import ConfigError
+from kvbaton.sim.plant_rows import with_rows
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "lifecycle.md"
@@ -96,7 +97,7 @@ def test_equal_tables_give_equal_pictures(table: Table[Any, Any, Any]) -> None:
 
 
 def test_another_table_gives_another_picture() -> None:
-    planted = COPY.with_rows({(CopyState.STOPPING, CopyEvent.MOVED): Row(CopyState.OPEN, (CopyEffect.REPORT_MOVED,))})
+    planted = with_rows(COPY, {(CopyState.STOPPING, CopyEvent.MOVED): Row(CopyState.OPEN, (CopyEffect.REPORT_MOVED,))})
     assert "stopping --> open : moved / report moved" in render_diagram(planted)
     assert render_classes(planted) != render_classes(COPY)
 

@@ -156,3 +156,8 @@ def test_a_source_in_pull_leaves_room_for_one_of_the_largest_requests() -> None:
 def test_a_target_leaves_room_for_a_source_with_a_grant_where_it_waits_for_one() -> None:
     assert Reserve.of(Mode.PUSH, largest=4, total=20, both_roles=True).target == 4
     assert Reserve.of(Mode.PULL, largest=4, total=20, both_roles=True).target == 0, "its source is complete"
+
+
+def test_with_one_role_a_push_source_leaves_room_for_one_and_nothing_else_leaves_any() -> None:
+    assert Reserve.of(Mode.PUSH, largest=4, total=6, both_roles=False) == Reserve(source=4, has_grants=True)
+    assert Reserve.of(Mode.PULL, largest=4, total=6, both_roles=False) == Reserve()

@@ -26,6 +26,7 @@ from kvbaton.core.lifecycle import (
     TargetState,
 )
 from kvbaton.errors import Bug, IllegalTransition
+from kvbaton.sim.plant_rows import with_rows
 
 AnyTable = Table[Any, Any, Any]
 
@@ -250,10 +251,10 @@ def test_a_source_that_calls_itself_delivered_has_a_target_that_is() -> None:
 
 def test_a_table_with_a_row_out_of_a_terminal_state_cannot_be_made() -> None:
     with pytest.raises(Bug, match="terminal state stopped has a row for moved"):
-        COPY.with_rows({(CopyState.STOPPED, CopyEvent.MOVED): Row(CopyState.OPEN)})
+        with_rows(COPY, {(CopyState.STOPPED, CopyEvent.MOVED): Row(CopyState.OPEN)})
 
 
 def test_a_row_that_replaces_a_late_event_takes_its_place() -> None:
-    planted = COPY.with_rows({(CopyState.STOPPING, CopyEvent.MOVED): Row(CopyState.OPEN)})
+    planted = with_rows(COPY, {(CopyState.STOPPING, CopyEvent.MOVED): Row(CopyState.OPEN)})
     assert planted.step(CopyState.STOPPING, CopyEvent.MOVED) == Row(CopyState.OPEN)
     assert COPY.step(CopyState.STOPPING, CopyEvent.MOVED) is None
