@@ -133,7 +133,7 @@ class EmbeddedEngine(SimEngine):
         self._check_reserve(scheduler.reserve)
 
     def _check_reserve(self, reserve: Reserve) -> None:
-        """With one role, only a source that waits for grants leaves blocks free; with both, whoever waits does."""
+        """With one role, only a source that waits for grants leaves blocks free; with both, each that waits does."""
         waits = self.handoff.mode is Mode.PUSH
         expected = (self.both_roles, waits, self.both_roles or waits, self.both_roles and waits)
         left = (reserve.is_shared, reserve.has_grants, reserve.source > 0, reserve.target > 0)
