@@ -58,7 +58,6 @@ _LEAST = 3
 _BEST = 6
 """How many of the runs that have found most mutants are asked first."""
 
-_MEASURED = 25
 _ENDLESS_S = 60.0
 _UNIT_S = 240.0
 
@@ -170,21 +169,22 @@ class Deck:
         chosen = [every * number + first for number, (every, first) in zip(range(seeds), itertools.cycle(parts), strict=False)]
         self.labels = [f"flow {name}" for name in FLOWS] + [f"seed {seed}" for seed in chosen]
         self._wide = [f"seed {seed}" for seed in sorted(set(range(wide)) - set(chosen))]
-        self._file = work / "reached.json"
+        self._file = work / "reached.jsonl"
         self._reached: dict[str, set[str]] = {}
         self.found_by: Counter[str] = Counter()
         """How many mutants each run has found."""
 
-    def measure(self) -> None:
-        """Find out what every run reaches, unless that is kept, and have cheap runs first."""
-        kept: dict[str, tuple[int, list[str]]] = json.loads(self._file.read_text()) if self._file.exists() else {}
+    def measure(self, jobs: int) -> None:
+        """Find out what every run reaches, in `jobs` children, unless that is kept, and have cheap runs first."""
+        kept = self._kept()
         new = [label for label in (*self.labels, *self._wide) if label not in kept]
-        for number, label in enumerate(new, 1):
-            events, places = _reached_by(label)
-            kept[label] = events, sorted(places)
-            if number % _MEASURED == 0 or number == len(new):
-                # Often enough: a run that is ended in the middle does not begin anew.
-                self._file.write_text(json.dumps(kept))
+        parts = [partial(self._measure_part, new[job::jobs]) for job in range(jobs)]
+        _run_children(parts, self._file.with_name("measured.jsonl"), jobs)
+        kept = self._kept()
+        if problem := next((problem for _, _, problem in kept.values() if problem), ""):
+            # It would find every mutant that reaches it.
+            self._file.unlink()
+            raise SystemExit(problem)
         self._reached = {label: set(kept[label][1]) for label in (*self.labels, *self._wide)}
         self._wide.sort(key=lambda label: kept[label][0])
         # Of every kind of run the cheapest first, then of every kind the next one: a mutant meets all kinds early.
@@ -195,6 +195,19 @@ class Deck:
             kind = _kind(label)
             turn_of[label], turns[kind] = turns[kind], turns[kind] + 1
         self.labels.sort(key=lambda label: turn_of[label])
+
+    def _kept(self) -> dict[str, tuple[int, list[str], str]]:
+        lines = self._file.read_text().splitlines() if self._file.exists() else []
+        return {each["run"]: (each["events"], each["places"], each["problem"]) for each in map(json.loads, lines)}
+
+    def _measure_part(self, labels: list[str]) -> dict[str, Any]:
+        # A line for each as it comes: a run that is ended in the middle does not begin anew.
+        with self._file.open("ab", buffering=0) as file:
+            for label in labels:
+                events, places, problem = _reached_by(label)
+                line = {"run": label, "events": events, "places": sorted(places), "problem": problem}
+                file.write(json.dumps(line).encode() + b"\n")
+        return {"measured": len(labels)}
 
     def reaching(self, places: Iterable[str], near: Iterable[str]) -> list[str]:
         """The runs that reach one of these places, first those that found most other mutants, or take rare turns `near` it.
@@ -233,8 +246,11 @@ def _script(label: str) -> Any:
     return script_of_seed(int(name)) if kind == "seed" else flow_script(name)
 
 
-def _reached_by(label: str) -> tuple[int, set[str]]:
-    """The events of one run, and the lines and rows that it reaches. A function is traced until all its lines were seen."""
+def _reached_by(label: str) -> tuple[int, set[str], str]:
+    """The events of one run, the lines and rows that it reaches, and what is wrong with it without a mutant.
+
+    A function is traced until all its lines were seen.
+    """
     from kvbaton.core.lifecycle import Table
     from kvbaton.sim.run import run_script
 
@@ -272,10 +288,9 @@ def _reached_by(label: str) -> tuple[int, set[str]]:
     finally:
         sys.settrace(None)
         Table.step = step  # type: ignore[method-assign]
-    if result.violations:
-        # It would find every mutant that reaches it.
-        raise SystemExit(f"without a mutant, {label} breaks {result.violations[0].rule!r}: {result.violations[0].detail}")
-    return result.events, reached
+    first = result.violations[0] if result.violations else None
+    problem = "" if first is None else f"without a mutant, {label} breaks {first.rule!r}: {first.detail}"
+    return result.events, reached, problem
 
 
 # In the child: put a change in place, and look whether it is noticed.
@@ -402,10 +417,10 @@ def _check_control(modules: Iterable[str], options: argparse.Namespace) -> None:
     """Run the unit tests of these modules without a mutant: one that fails by itself would notice everything."""
     results = options.work / "control.jsonl"
     passed = _read(results)
-    for module in modules:
-        if module not in passed and os.waitpid(_fork(partial(_control, module, options), results), 0)[1]:
-            raise SystemExit(f"the control of {module} ended without a result")
-        if (result := _read(results)[module])["rule"]:
+    left = [partial(_control, module, options) for module in modules if module not in passed]
+    _run_children(left, results, options.jobs)
+    for module, result in _read(results).items():
+        if result["rule"]:
             results.unlink()
             raise SystemExit(f"without a mutant of {module}, {result['rule']} fails: make it pass first")
 
@@ -433,6 +448,21 @@ def _fork(work: Callable[[], dict[str, Any]], results: Path) -> int:
     finally:
         os._exit(status)
     raise AssertionError("unreachable")
+
+
+def _run_children(works: Iterable[Callable[[], dict[str, Any]]], results: Path, jobs: int) -> None:
+    """Do all of it, `jobs` children at a time; each result is a line of `results`. Raises SystemExit when one has none."""
+    running: set[int] = set()
+    left = iter(works)
+    while True:
+        while len(running) < jobs and (work := next(left, None)) is not None:
+            running.add(_fork(work, results))
+        if not running:
+            return
+        pid, status = os.wait()
+        running.discard(pid)
+        if status:
+            raise SystemExit(f"a child that works for {results.name} has ended without a result")
 
 
 def _run_all(mutants: list[Mutant], deck: Deck, options: argparse.Namespace, results: Path, known: dict[str, str]) -> None:
@@ -610,7 +640,7 @@ def main() -> int:
         options.unit, options.fresh = False, True
     else:
         mutants = every
-        deck.measure()
+        deck.measure(options.jobs)
         if options.unit:
             _check_control(dict.fromkeys(mutant.module for mutant in mutants), options)
     if options.fresh:
@@ -622,7 +652,7 @@ def main() -> int:
     _run_all(todo, deck, options, results, known)
     if options.sample and (missed := [each for each in todo if _read(results)[each.name]["by"] is None]):
         # A change of scripts or rules may turn one run into another: any run of the deck may find them.
-        deck.measure()
+        deck.measure(options.jobs)
         _run_all(missed, deck, options, results, {})
     drawn = {"drawn": len(every), "draw_seed": options.draw_seed} if options.draw or options.again else {}
     kept = {"commit": _commit(), "mutants": total, **drawn}
