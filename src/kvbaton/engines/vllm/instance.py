@@ -7,6 +7,7 @@ coordinator and the registration, and every worker the agent of its own rank.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from contextlib import ExitStack
 from functools import partial
@@ -41,7 +42,7 @@ from kvbaton.engines.vllm.reached_steps import ReachedSteps
 from kvbaton.engines.vllm.requests import HandoffInfo
 from kvbaton.engines.vllm.settings import DRAFTS, ConnectorSettings, DpPlace
 from kvbaton.engines.vllm.tensors import InstanceCaches, RankCaches, RegisteredCache, instance_caches
-from kvbaton.engines.vllm.worker_half import Finished, FollowerHalf, WorkerHalf
+from kvbaton.engines.vllm.worker_half import Finished, FollowerHalf, WorkerHalf, idle_wait_s
 from kvbaton.observe.handoffs_server import HandoffsServer
 from kvbaton.observe.records import InstanceInfo
 from kvbaton.observe.timelines import Timelines
@@ -155,6 +156,7 @@ class WorkerInstance:
             self._gate,
             reached,
             has_drafts=self._has_drafts_anywhere,
+            idle_wait_s=idle_wait_s(len(os.sched_getaffinity(0))),
         )
         if isinstance(self._links, FirstRankLinks):
             self._links.start(partial(take_from_rank, spans, reached))

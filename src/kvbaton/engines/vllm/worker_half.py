@@ -61,16 +61,25 @@ from kvbaton.engines.vllm.rank_links import LayersDone, RankLinks, StepCleared, 
 from kvbaton.engines.vllm.reached_steps import ReachedSteps
 from kvbaton.errors import KVBatonError
 
-__all__ = ["Finished", "FollowerHalf", "News", "WorkerHalf", "WorkerSource", "WorkerTarget"]
+__all__ = ["Finished", "FollowerHalf", "News", "WorkerHalf", "WorkerSource", "WorkerTarget", "idle_wait_s"]
 
 log = logging.getLogger(__name__)
 
-_IDLE_WAIT_S = 0.02
-"""How long a step without a forward waits for news. vLLM steps all the time while a request waits for its cache; short
-waits would keep the worker busy, long ones would keep a new request waiting that comes meanwhile."""
+_IDLE_WAIT_S, _LONGEST_IDLE_WAIT_S = 0.02, 0.06
+"""How long a step without a forward waits for news; see `idle_wait_s`."""
 
 _FOLLOW_S = 60.0
 """How long another rank waits for what the first one has to report of a step. What comes later is reported later."""
+
+
+def idle_wait_s(cores: int) -> float:
+    """How long a step without a forward waits for news, where a process may use so many cores.
+
+    vLLM steps all the time while a request waits for its cache, and each step takes two or three milliseconds of a core. With
+    few cores, the prefill that is waited for may need that very core: the fewer, the more rarely. Long waits would keep a new
+    request waiting that comes meanwhile, for nothing where cores are many.
+    """
+    return max(_IDLE_WAIT_S, min(_LONGEST_IDLE_WAIT_S, 12 * _IDLE_WAIT_S / cores))
 
 
 class News(Protocol):
@@ -130,6 +139,7 @@ class WorkerHalf:
     `observe` gets what vLLM does; the agents have an observer of their own. `cleared` is called with the number of a step when
     what was retracted before it is drained. `busy` is called when a step begins and ends: vLLM takes requests in between only.
     `gate` opens for layers when the device has computed them, `reached` for blocks when every rank has reached their step.
+    A step without a forward waits for news for `idle_wait_s`.
     """
 
     def __init__(
@@ -149,8 +159,10 @@ class WorkerHalf:
         *,
         has_drafts: bool = False,
         clock: Clock = time.monotonic,
+        idle_wait_s: float = _IDLE_WAIT_S,
     ) -> None:
         self._port = port
+        self._idle_wait_s = idle_wait_s
         self._clock = clock
         self._has_drafts = has_drafts
         self._gate = gate or OpenGate()
@@ -250,7 +262,7 @@ class WorkerHalf:
         # not wait.
         must_not_wait = self._finished or self._has_reported or self._has_forward or self._follows_forward
         if self.live and not must_not_wait:
-            self._news.wait(_IDLE_WAIT_S)
+            self._news.wait(self._idle_wait_s)
             self._take_events()
         finished, self._finished = self._finished, Finished()
         self._has_reported = bool(finished)
