@@ -27,6 +27,7 @@ TLS_ROOM_BYTES = 32 << 10
 """A record that TLS has read in part does not come again: what is left on the wire may be so much less."""
 
 _MAX_PIECES = 1024
+_PIECE_BYTES = 16
 _RECORD_BYTES = 16 << 10
 _ROOM_BYTES = 16 * _RECORD_BYTES
 _DIRECT_BYTES = 4 * _RECORD_BYTES
@@ -63,9 +64,11 @@ class Vectors:
     """`pieces` has the shape (n, 2): address and bytes. The maker keeps the memory alive, and passes `keep` for that."""
 
     def __init__(self, pieces: Runs, keep: object = None) -> None:
-        self._pieces = np.ascontiguousarray(pieces[pieces[:, 1] > 0])
+        # A copy in any case: the next piece is shortened in place.
+        self._pieces = pieces.copy() if pieces[:, 1].all() else pieces[pieces[:, 1] > 0]
+        self._first = int(self._pieces.ctypes.data)
         self._keep = keep
-        self._ends = np.cumsum(self._pieces[:, 1], dtype=np.int64)
+        self._ends = self._pieces.view(np.int64)[:, 1].cumsum()
         self._index = 0
         self._done_bytes = 0
         self.total_bytes = int(self._ends[-1]) if len(self._ends) else 0
@@ -77,7 +80,7 @@ class Vectors:
 
     def head(self) -> tuple[int, int]:
         """Where the next pieces are described, and how many of them one call takes."""
-        return int(self._pieces[self._index :].ctypes.data), min(len(self._pieces) - self._index, _MAX_PIECES)
+        return self._first + self._index * _PIECE_BYTES, min(len(self._pieces) - self._index, _MAX_PIECES)
 
     def first(self) -> tuple[int, int]:
         """Address and bytes of the next piece."""
@@ -113,7 +116,7 @@ def vectors_of(head: bytes, pieces: Runs = _NO_PIECES, keep: object = None) -> V
     """A head and the pieces of memory that follow it."""
     kept = np.frombuffer(head, np.uint8)
     first = np.array([[kept.ctypes.data, len(kept)]], np.uint64)
-    return Vectors(np.concatenate([first, pieces]), (kept, keep))
+    return Vectors(np.concatenate([first, pieces]) if len(pieces) else first, (kept, keep))
 
 
 class VectorCalls:

@@ -66,6 +66,7 @@ _UNSTORED_BYTES = 32 << 20
 _RESUME_PAUSE_S = 0.05
 _SCRATCH_BYTES = 256 << 10
 _HANDSHAKE_ID = 0
+_NO_BYTES = np.empty(0, np.uint8)
 _FRAME_BYTES = 4 << 20
 
 _ATTEMPTS = 3
@@ -93,10 +94,18 @@ class _ReadRequest:
 
     request_id: int
     payload_bytes: int
-    target: Vectors
+    make_target: Callable[[], Vectors]
     job: BatchJob[TcpPeer] | None
     land: Callable[[], None] | None = None
     """Brings what was received into memory that sockets cannot fill."""
+    made_target: Vectors | None = None
+
+    @property
+    def target(self) -> Vectors:
+        """Where the bytes go: made when the first of them have come, while the peer has the request already."""
+        if self.made_target is None:
+            self.made_target = self.make_target()
+        return self.made_target
 
 
 @dataclass(slots=True, eq=False)
@@ -303,14 +312,14 @@ class TcpLink:
     def ask(self, job: BatchJob[TcpPeer], runs: Runs, region: Region, staging: RegionStaging | None) -> None:
         """Queue one request whose bytes go to the target side of `runs`, by way of `staging` where there is one."""
         self._last_id += 1
-        land = None
+        land, payload_bytes = None, int(runs[:, 2].sum())
         if staging is None:
-            target = Vectors(runs[:, 1:3] + np.array([region.address, 0], np.uint64), region)
+            target = partial(_in_region, runs[:, 1:3], region)
         else:
-            received = np.empty(int(runs[:, 2].sum()), np.uint8)
-            target = Vectors(np.array([[received.ctypes.data, len(received)]], np.uint64), received)
+            received = np.empty(payload_bytes, np.uint8)
+            target = partial(_in_buffer, received)
             land = partial(_land, staging, received, runs[:, 1:3].copy())
-        self._requests.append(_ReadRequest(self._last_id, target.total_bytes, target, job, land))
+        self._requests.append(_ReadRequest(self._last_id, payload_bytes, target, job, land))
         self._outbox.append(vectors_of(wire.pack_request(self._last_id, runs)))
 
     def forget(self, job: BatchJob[TcpPeer]) -> None:
@@ -414,7 +423,7 @@ class TcpLink:
         secret = self._secret.now()
         self._proof = secret.owner_proof(challenge, nonce)
         self._outbox.appendleft(vectors_of(secret.handshake(challenge, nonce)))
-        self._requests.appendleft(_ReadRequest(_HANDSHAKE_ID, wire.PROOF_BYTES, Vectors(np.empty((0, 2), np.uint64)), None))
+        self._requests.appendleft(_ReadRequest(_HANDSHAKE_ID, wire.PROOF_BYTES, partial(_in_buffer, _NO_BYTES), None))
         self.state = LinkState.HANDSHAKE
 
     def _begin_reply(self, reply: wire.ReplyHead) -> None:
@@ -487,6 +496,14 @@ class TcpLink:
                 "is gone, and its port is another process's; nothing was taken from it. Fetch the peer's card again"
             )
         self.state, self.attempts = LinkState.OPEN, 0
+
+
+def _in_region(pieces: Runs, region: Region) -> Vectors:
+    return Vectors(pieces + np.array([region.address, 0], np.uint64), region)
+
+
+def _in_buffer(received: npt.NDArray[np.uint8]) -> Vectors:
+    return Vectors(np.array([[received.ctypes.data, len(received)]], np.uint64), received)
 
 
 def _land(staging: RegionStaging, received: npt.NDArray[np.uint8], pieces: Runs) -> None:
