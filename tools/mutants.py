@@ -183,7 +183,8 @@ class Deck:
         kept = self._kept()
         if problem := next((problem for _, _, problem in kept.values() if problem), ""):
             # It would find every mutant that reaches it.
-            self._file.unlink()
+            lines = self._file.read_text().splitlines(keepends=True)
+            self._file.write_text("".join(line for line in lines if not json.loads(line)["problem"]))
             raise SystemExit(problem)
         self._reached = {label: set(kept[label][1]) for label in (*self.labels, *self._wide)}
         self._wide.sort(key=lambda label: kept[label][0])
@@ -207,6 +208,8 @@ class Deck:
                 events, places, problem = _reached_by(label)
                 line = {"run": label, "events": events, "places": sorted(places), "problem": problem}
                 file.write(json.dumps(line).encode() + b"\n")
+                if problem:
+                    break
         return {"measured": len(labels)}
 
     def reaching(self, places: Iterable[str], near: Iterable[str]) -> list[str]:
@@ -462,6 +465,8 @@ def _run_children(works: Iterable[Callable[[], dict[str, Any]]], results: Path, 
         pid, status = os.wait()
         running.discard(pid)
         if status:
+            for other in running:
+                os.kill(other, signal.SIGTERM)
             raise SystemExit(f"a child that works for {results.name} has ended without a result")
 
 

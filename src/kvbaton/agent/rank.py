@@ -13,6 +13,7 @@ import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, assert_never
 
 import msgspec
@@ -156,7 +157,10 @@ class RegionMemory:
 
     def __init__(self, view: memoryview) -> None:
         self._view = view
-        self._summer = RegionSummer(view, load_loops())
+
+    @cached_property
+    def _summer(self) -> RegionSummer:
+        return RegionSummer(self._view, load_loops())
 
     def sums(self, pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
         return self._summer.sums(pieces, ends, value)

@@ -462,7 +462,8 @@ class TargetSide:
         if record.source is not None:
             self._last_grant += 1
             record.grant = self._last_grant
-            record.sequence = self._last_sequence.get(record.source, 0) + 1
+            # The last number there is comes again, if a forged refusal has led there: the source refuses it, and names its own.
+            record.sequence = min(self._last_sequence.get(record.source, 0), MAX_NUMBER - 1) + 1
             self._last_sequence[record.source] = record.sequence
             record.generation = 0
             self.drop_spans(record)

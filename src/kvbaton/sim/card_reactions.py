@@ -18,9 +18,9 @@ from kvbaton.core.handoff import HandoffKey, Incarnation
 from kvbaton.core.lifecycle import TargetState
 from kvbaton.core.messages import Hello, Message, Refused, Stop
 
-__all__ = ["TAKEN", "Broken", "CardReactions", "Check"]
+__all__ = ["LEFT_ALONE", "TAKEN", "Broken", "CardReactions", "Check"]
 
-TAKEN = "taken"
+TAKEN, LEFT_ALONE = "taken", "left alone"
 
 Broken = tuple[str, str] | None
 """The rule that did not hold, and what was seen."""
@@ -109,7 +109,7 @@ class CardReactions:
 
         def check(sent: list[Message]) -> Broken:
             is_taken = bool(sent) or (hello.card.incarnation in vars(peers)["_cards"]) is not before
-            return (TAKEN, f"{sender} has sent the card of {hello.card.incarnation}") if is_taken else None
+            return (LEFT_ALONE, f"{sender} has sent the card of {hello.card.incarnation}") if is_taken else None
 
         return check
 

@@ -9,7 +9,6 @@ from msgspec import structs
 from kvbaton.core.handoff import Integrity, Mode
 from kvbaton.sim.drill_stage import Drill, make_request, make_stage
 from kvbaton.sim.script import Fault, FaultKind, Script
-from kvbaton.transport.base import LateWrites
 
 __all__ = ["RANKS"]
 
@@ -30,8 +29,8 @@ def _stopped_while_full(rng: random.Random) -> Script:
 def _full_for_long(rng: random.Random) -> Script:
     """A transport is full for longer than a hand-off may stand still, and takes a batch now and then."""
     request = make_request(rng, Mode.PUSH, tokens=8, chunk=1)
-    script = make_stage(rng, writes=rng.random() < 0.5, request=request)
-    who = "p0" if script.late_writes is LateWrites.REVOCABLE else rng.choice(("p0", "d0"))
+    writes = rng.random() < 0.5
+    script, who = make_stage(rng, writes=writes, request=request), "p0" if writes else "d0"
     full = [Fault(FaultKind.QUEUE_FULL, 0.005, who=who, for_s=10.0, number=rank, is_whole=True) for rank in range(script.ranks)]
     return structs.replace(script, faults=tuple(full), move_s=0.01, step_s=0.002)
 

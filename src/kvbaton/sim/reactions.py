@@ -15,7 +15,7 @@ from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.source import SourceRecord
 from kvbaton.agent.target import TargetRecord
 from kvbaton.core.addresses import ControlAddress
-from kvbaton.core.grants import GrantWindows
+from kvbaton.core.grants import GrantWindows, next_sequence
 from kvbaton.core.handoff import (
     AuxChannel,
     Executor,
@@ -47,7 +47,7 @@ from kvbaton.core.messages import (
     Stop,
     Stopped,
 )
-from kvbaton.sim.card_reactions import TAKEN, Broken, CardReactions, Check
+from kvbaton.sim.card_reactions import LEFT_ALONE, TAKEN, Broken, CardReactions, Check
 
 __all__ = ["Reactions", "source_place", "target_place"]
 
@@ -57,7 +57,7 @@ _RENEWED = frozenset({TargetState.GRANTED, TargetState.FILLING})
 _EARLY = frozenset({SourceState.PARKED, SourceState.QUEUED, SourceState.HELD})
 _SMALL_S = 1e-6
 
-LEFT_ALONE, NEEDLESS = "left alone", "no needless message"
+NEEDLESS = "no needless message"
 
 SourceMessage = Announced | Prefilled | AuxSent | Retracted | Confirmed | Refused | Over | Stopped
 
@@ -570,10 +570,7 @@ class Reactions:
             return _nothing
         notices = vars(self._target.decline_notices)["_waiting"]
         if isinstance(message, Stopped) and not message.grant and (notice := notices.get(key)) is not None:
-            is_answer = notice.source == sender
-            return lambda _: (
-                None if (notices.get(key) is notice) is not is_answer else (TAKEN, f"{notice.source} is notified: {message}")
-            )
+            return self._on_notice_answered(notices, notice, sender, message)
         record = self._target.live.get(key)
         if isinstance(message, Confirmed) and record is not None and self._is_early(sender, record, message):
             return lambda _: None if record.early_confirmed == message else (TAKEN, f"{message} is not kept")
@@ -581,12 +578,14 @@ class Reactions:
             return self._unchanged(key, message)
         state, is_reading, early = record.state, record.executor is Executor.TARGET_READS, record.early_confirmed
         is_by_message = isinstance(message, AuxSent) and message.aux is None and record.aux_channel is AuxChannel.CONTROL
+        last = vars(self._target)["_last_sequence"].get(sender, 0)
+        is_number = isinstance(message, Refused) and message.stale
+        is_number = is_number and next_sequence(last, getattr(message, "used_up_to", 0)) <= MAX_NUMBER
         stands, is_new, is_first = _stands(record), record.span_count is None, not record.stale_grants
         generation, blocks, give_up_at = record.generation, sum(map(len, record.source_blocks)), record.give_up_at
 
         def check(sent: list[Message]) -> Broken:
             is_live = self._target.live.get(key) is record
-            is_number = isinstance(message, Refused) and message.stale and message.used_up_to < MAX_NUMBER
             if is_number and is_reading and state is TargetState.GRANTED and is_first and not _has(sent, Grant, key):
                 return TAKEN, f"a number was refused, and no other is taken: {message}"
             if not is_live or (record.state in _CLOSING and state not in _CLOSING):
@@ -629,6 +628,20 @@ class Reactions:
                     is_taken = is_quiet or message.grant != record.grant or state not in _CLOSING
             is_taken = is_taken or (state in _CLOSING and not isinstance(message, Refused | Over | Stopped))
             return None if is_taken else (TAKEN, f"{state}: {message} has no effect")
+
+        return check
+
+    def _on_notice_answered(self, notices: dict[HandoffKey, Any], notice: Any, sender: Incarnation, stopped: Stopped) -> Check:
+        """The source that was notified of a decline answers, and then it is not notified again; or another one does."""
+        unchanged = self._unchanged(stopped.key, stopped)
+
+        def check(sent: list[Message]) -> Broken:
+            is_waiting = notices.get(stopped.key) is notice
+            if notice.source == sender and is_waiting:
+                return TAKEN, f"the notice is answered, and still repeated: {stopped}"
+            if notice.source != sender and not is_waiting:
+                return LEFT_ALONE, f"{notice.source} was notified, and has not answered: {stopped}"
+            return unchanged(sent)
 
         return check
 

@@ -149,7 +149,8 @@ class RequestScript(msgspec.Struct, frozen=True):
 class Fault(msgspec.Struct, frozen=True):
     """One fault. It strikes at `at_s`, or after `at_event` events of the world when that is not negative.
 
-    `who` names an address; `other` the far end of a link; `number` a request, a rank or a count, as the kind needs it.
+    `who` names an address; `other` the far end of a link, or what of a kind is meant (of copies that fail, those whose "last"
+    reply is lost, and those that move "short"); `number` a request, a rank or a count, as the kind needs it.
     """
 
     kind: FaultKind
@@ -160,7 +161,8 @@ class Fault(msgspec.Struct, frozen=True):
     for_s: float = 0.0
     number: int = 0
     is_whole: bool = False
-    """Whether what is refused is everything of the transfer id; or an instance is stopped in good order before it restarts."""
+    """Whether what is refused is everything of the transfer id; or an instance is stopped in good order before it restarts;
+    or a full transport takes a batch now and then."""
 
     @property
     def is_short(self) -> bool:

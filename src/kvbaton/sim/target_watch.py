@@ -1,6 +1,6 @@
 """What a target is held to in what it sends, orders and notes: that its grants are numbered without gaps and carry what the
 source needs and no more, that an aux record is fetched in one way at a time, that its ranks report arrivals for grants that
-state so and for no other, and that its notes for operators are true.
+state so and for no other, that a source is fenced when that is due, and that its notes and times for operators are true.
 """
 
 from __future__ import annotations

@@ -51,6 +51,8 @@ class _PostedBatch:
     moved: int = 0
     cancelled: bool = False
     error: str = ""
+    is_short: bool = False
+    """Whether it completes without its last cell."""
     is_given_up: bool = False
     """Whether its connection was given up, and not the batch by its owner: what was sent may lie in a buffer of the peer."""
 
@@ -114,7 +116,7 @@ class SimTransport:
         """How many writes fail when their last byte is in: what would have shown that is lost."""
         self.corrupt_next = 0
         self.refuse_until = self.takes_every_s = 0.0
-        """Until when it is full; it takes one batch in so many seconds then, where that is not 0."""
+        """Until when it is full; it takes one batch for each peer in so many seconds then, where that is not 0."""
         self._taken_at: dict[Incarnation, float] = {}
         self._peer_of: dict[CopyId, Incarnation] = {}
         self.refused_since: dict[CopyId, float] = {}
@@ -177,16 +179,17 @@ class SimTransport:
         if not len(runs):
             self._fabric.world.find("nothing twice", f"{self._where}: a batch without a run: {self.context}")
         now, peer = self._fabric.world.now, batch.peer.incarnation
+        local = self._process.clock.local(now)
         if self.context is not None:
             self._peer_of[self.context] = peer
-        takes_one = 0.0 < self.takes_every_s <= now - self._taken_at.get(peer, -math.inf)
+        takes_one = 0.0 < self.takes_every_s <= local - self._taken_at.get(peer, -math.inf)
         if self.refuse_until > now and not takes_one:
             is_aux = len(runs) > 0 and runs[0][1] >= len(self.memory.cells)
             if self.context is not None and not is_aux:
                 self.refused_since.setdefault(self.context, self._fabric.world.now)
                 self._check_wait(self.context)
             raise QueueFull("queue full: refused by the simulation; post again")
-        self._taken_at[peer] = now
+        self._taken_at[peer] = local
         self.refused_since.clear()
         self._offered.clear()
         self._last_ticket += 1
@@ -266,7 +269,7 @@ class SimTransport:
         if "nothing was taken for" in report.reason and (peer := self._peer_of.get(report.copy)) is not None:
             timeout_s = float(report.reason.split()[-2])
             since = self._taken_at.get(peer, -math.inf)
-            if self._fabric.world.now - since < timeout_s / 2:
+            if self._process.clock.local(self._fabric.world.now) - since < timeout_s / 2:
                 return f"a batch to that peer was taken at {since:.4f}: {report}"
         return ""
 
@@ -317,7 +320,7 @@ class SimTransport:
         if self.short_next > 0 and len(posted.moves) == 1 and posted.moves[0][1] < len(self.memory.cells):
             self.short_next -= 1
             posted.moves.clear()
-            self.errors.setdefault(posted.copy, []).append(_SHORT)
+            posted.is_short = True
 
     def _has_yet_to_connect(self, writer: PeerRank, posted: _PostedBatch) -> bool:
         """Whether a write waits for its session: this rank may get the order to connect after the writer got the grant."""
@@ -390,8 +393,8 @@ class SimTransport:
             late_s = self._fabric.world.random.choice((0.1, 1.0, 5.0))
             self._fabric.world.after(late_s, None, lambda: self._land_late(posted))
         error = posted.error or ("cancelled" if posted.cancelled and posted.moves else "")
-        if error:
-            self.errors.setdefault(posted.copy, []).append(error)
+        if error or posted.is_short:
+            self.errors.setdefault(posted.copy, []).append(error or _SHORT)
         self._done.append(Completion(posted.ticket, posted.moved, error, bool(error) and posted.cancelled, may_land))
         self._fabric.world.at(self._fabric.world.now, self._process, self._wake)
 

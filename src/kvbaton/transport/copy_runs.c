@@ -110,9 +110,10 @@ static void *help(void *argument) {
 }
 
 /* Keep helpers off the caller's processor, where they would only take turns with it; the system may put them there otherwise.
-   One that is there for what the caller does not take part in may run anywhere. Where processors are fewer than who copies, it has
-   the caller's, which is about to wait: the system finds that one busy when it wakes them all, and puts two on another. As a batch
-   thread it does not take the processor from a caller that goes on, and may hold the interpreter's lock. Called with the lock. */
+   One that is there for what the caller does not take part in may run anywhere. Where the other processors are fewer than the
+   helpers, it gets the caller's, which is about to wait: the system finds that one busy when it wakes them all, and puts two on
+   another. As a batch thread it does not take the processor from a caller that goes on and may hold the interpreter's lock.
+   Called with the lock. */
 static void send_away(struct crew *crew) {
     int here = sched_getcpu();
     cpu_set_t others = crew->usable;

@@ -558,6 +558,12 @@ def test_the_last_number_that_there_is_can_be_taken(rig: Rig) -> None:
     rig.side.on_refused(S1, Refused("used before", KEY, 1, stale=True, used_up_to=(1 << 62) - 1))
     assert rig.sent(Grant)[-1].sequence == 1 << 62
     assert KEY in rig.side.live
+    rig.grant(key_of("next"))
+    assert rig.sent(Grant)[-1].sequence == 1 << 62, "no message can have a greater one"
+    rig.side.on_refused(
+        S1, Refused("too far ahead", key_of("next"), rig.side.live[key_of("next")].grant, stale=True, used_up_to=5)
+    )
+    assert rig.sent(Grant)[-1].sequence == 6, "the source names where to go on"
 
 
 def test_refusals_and_beats_without_our_grant_renew_no_deadline(rig: Rig) -> None:

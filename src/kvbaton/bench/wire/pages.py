@@ -12,10 +12,10 @@ __all__ = ["POISON", "SPREAD", "Bytes", "content", "contiguous_runs", "is_copied
 Bytes = npt.NDArray[np.uint8]
 
 POISON = 0xA5
-"""What target memory holds before each batch."""
+"""What target memory holds before each turn."""
 
 SPREAD = 2
-"""Regions are so many times as large as a batch, so that scattered pages have gaps between them."""
+"""Regions are so many times as large as what a turn moves, so that scattered pages have gaps between them."""
 
 
 def content(seed: int, region_bytes: int) -> Bytes:

@@ -287,7 +287,8 @@ def _is_right(entry: _WireEntrant, turn: list[list[Runs]]) -> bool:
     is_right = all(is_copied(*move) for move in moves)
     for runs, _, target in moves:
         wipe(runs, target)
-    return is_right and all(bool((target == POISON).all()) for _, _, target in moves[: None if writes else 1])
+    targets = [peer.memory for peer in entry.peers] if writes else [here]
+    return is_right and all(bool((target == POISON).all()) for target in targets)
 
 
 def _is_streamed(here: Bytes, pairs: list[tuple[Runs, PeerProcess]]) -> bool:

@@ -76,8 +76,8 @@ def idle_wait_s(cores: int) -> float:
     """How long a step without a forward waits for news, where a process may use so many cores.
 
     vLLM steps all the time while a request waits for its cache, and each step takes two or three milliseconds of a core. With
-    few cores, the prefill that is waited for may need that very core: the fewer, the more rarely. Long waits would keep a new
-    request waiting that comes meanwhile, for nothing where cores are many.
+    few cores, the prefill that is waited for may need that very core: the fewer there are, the longer a step waits. Long waits
+    would keep a new request waiting that comes meanwhile, for nothing where cores are many.
     """
     return max(_IDLE_WAIT_S, min(_LONGEST_IDLE_WAIT_S, 12 * _IDLE_WAIT_S / cores))
 

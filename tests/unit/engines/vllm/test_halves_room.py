@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from vllm_rig import BLOCK_TOKENS, Request, Rig, key_of, source_params
+from vllm_rig import BLOCK_TOKENS, Request, Rig, key_of, layer_groups, one_rank, source_params
 
 from kvbaton.agent.engine_port import Granted, SourceEnded
 from kvbaton.core.addresses import ControlAddress, make_request_id
 from kvbaton.core.handoff import Mode, Outcome
 from kvbaton.engines.vllm.scheduler_half import Computing, Room
-from kvbaton.engines.vllm.worker_half import idle_wait_s
+from kvbaton.engines.vllm.worker_half import WorkerHalf, idle_wait_s
 
 RESERVED = 4
 WAIT_S = 60.0
@@ -271,3 +271,13 @@ def test_a_grant_that_is_there_is_told_without_a_wait_for_more() -> None:
 @pytest.mark.parametrize(("cores", "wait_s"), [(1, 0.06), (2, 0.06), (4, 0.06), (8, 0.03), (12, 0.02), (192, 0.02)])
 def test_an_idle_step_waits_longer_where_cores_are_few(cores: int, wait_s: float) -> None:
     assert idle_wait_s(cores) == pytest.approx(wait_s)
+
+
+def test_an_idle_step_waits_for_as_long_as_it_was_given() -> None:
+    rig = Rig(is_source=True, is_target=True)
+    worker = WorkerHalf(rig.port, one_rank(rig.port), layer_groups(), rig.port.news, 0.01, idle_wait_s=0.001)
+    rig.worker = worker
+    begun(rig)
+    for _ in range(3):
+        rig.step()
+    assert rig.port.news.timeout == 0.001

@@ -88,13 +88,15 @@ class Request:
 
 
 class News(threading.Event):
-    """An event that counts who waits for it."""
+    """An event that counts who waits for it, and keeps for how long."""
 
     waits = 0
+    timeout: float | None = None
 
     def wait(self, timeout: float | None = None) -> bool:
         """Count, and wait."""
         self.waits += 1
+        self.timeout = timeout
         return super().wait(timeout)
 
 
