@@ -603,9 +603,8 @@ class RankAgent:
             return
         routes = self._routes.get(incarnation)
         self._disconnect(incarnation)
-        for peer in routes.peers if routes is not None else (PeerRank(incarnation, self.rank),):
-            self._transport.revoke(peer)
-            if self._fencing is not None:
+        if self._fencing is not None:
+            for peer in routes.peers if routes is not None else (PeerRank(incarnation, self.rank),):
                 self._fencing.fence_peer(peer, epoch)
         self._report(rank_orders.PeerFenced(incarnation, epoch, self.rank))
 

@@ -72,6 +72,7 @@ from kvbaton.core.timeline import Note
 from kvbaton.errors import Bug, ProtocolError
 from kvbaton.sim.agent_thread import AgentThread, SimDriver, ThreadBell
 from kvbaton.sim.alarm_watch import watch_alarms
+from kvbaton.sim.beat_watch import watch_beats
 from kvbaton.sim.contradictions import Contradiction, contradict
 from kvbaton.sim.embedded_engine import EMBEDDED, EmbeddedClasses, EmbeddedEngine
 from kvbaton.sim.engine import SimEngine, SourceEngine, TargetEngine
@@ -538,6 +539,7 @@ class SimInstance:
         )
         self._engine_watch = EngineWatch(coordinator, self._sent, partial(self._find, "taken"))
         watch_windows(vars(coordinator.source)["_windows"], self._find)
+        watch_beats(coordinator, partial(self._find, "as set"))
         watch_dials(coordinator.target, cluster.limits.retry, self.local_now, self._find)
         for side in (coordinator.source, coordinator.target, coordinator.target.decline_notices):
             watch_alarms(vars(side)["_timers"], partial(self._find, "alarm"))
@@ -1186,6 +1188,7 @@ class SimInstance:
                 if is_in and record is not None and record.state in _WAITING and record.give_up_at < deadline - _SMALL_S:
                     self.cluster.world.find("taken", f"{self.process.name}: the aux record of {copy} is in, and no progress")
             case CopyStopped() | CopyFailed() as over:
+                self.source_watch.on_report(over)
                 live: list[SourceRecord | TargetRecord] = [*self.coordinator.source.live.values(), *target.live.values()]
                 self._handle_report(reports)
                 if any(record.open_copies.get(over.rank) == over.copy for record in live):

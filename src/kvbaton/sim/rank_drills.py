@@ -44,4 +44,13 @@ def _moves_less(rng: random.Random) -> Script:
     return structs.replace(script, faults=tuple(short), integrity=integrity)
 
 
-RANKS: tuple[Drill, ...] = (_stopped_while_full, _full_for_long, _moves_less)
+def _changed_on_the_way(rng: random.Random) -> Script:
+    """A byte changes in transit, read or written, and everything is summed: the hand-off fails, and the next one does not."""
+    request = make_request(rng, rng.choice(list(Mode)), retries=1, retry_after_s=0.1)
+    writes = rng.random() < 0.6
+    script, who = make_stage(rng, writes=writes, request=request), "p0" if writes and request.mode is Mode.PUSH else "d0"
+    changed = Fault(FaultKind.CORRUPT, rng.uniform(0.0, 0.05), who=who, number=rng.randint(0, 1))
+    return structs.replace(script, faults=(changed,), integrity=Integrity.FULL)
+
+
+RANKS: tuple[Drill, ...] = (_stopped_while_full, _full_for_long, _moves_less, _changed_on_the_way)

@@ -156,6 +156,8 @@ def _target_problems(record: TargetRecord, ranks: int, is_summed: bool) -> Itera
         for rank, numbers in record.unsummed.items():
             if numbers and len(record.moved.get(rank, ())) == record.span_count:
                 yield f"everything is in on rank {rank}, and {numbers} are not being summed"
+    if record.unsummed and any(not spans >= set(numbers) for numbers in record.unsummed.values()):
+        yield f"{record.unsummed} are to be summed, of {list(spans)}"
     if (record.sums or record.summing) and not {span for _, span in record.sums} <= record.summing <= spans:
         yield f"{sorted(record.sums)} are summed, of {sorted(record.summing)} of {list(spans)}"
     if (record.source_sums or record.is_confirmed) and record.span_count is None:

@@ -13,14 +13,24 @@ from typing import NamedTuple
 
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import EngineEvent, Granted, SourceEnded
-from kvbaton.agent.rank_orders import CopyId, DropSums, MoveSpans, OpenCopy, RankOrder, SumSpans, sums_by_leg
+from kvbaton.agent.rank_orders import (
+    CopyFailed,
+    CopyId,
+    CopyStopped,
+    DropSums,
+    MoveSpans,
+    OpenCopy,
+    RankOrder,
+    SumSpans,
+    sums_by_leg,
+)
 from kvbaton.agent.source import SourceRecord
 from kvbaton.agent.target import TargetRecord
 from kvbaton.config import Limits
 from kvbaton.core.aux_area import pack_aux
 from kvbaton.core.handoff import AuxChannel, HandoffKey, Outcome, Span
 from kvbaton.core.lifecycle import SourceState, TargetState
-from kvbaton.core.messages import Announced, AuxSent, Confirmed, Heartbeat, Message, Over, Prefilled, Refused
+from kvbaton.core.messages import Announced, AuxSent, Confirmed, Message, Over, Prefilled, Refused, Stopped
 from kvbaton.core.timeline import Note, Side, Stage
 from kvbaton.sim.records import SOURCE_STAGES
 
@@ -74,6 +84,8 @@ class SourceWatch:
         """What was noted for operators, and has yet to be done, by key and stage; of spans, with their tokens and layers."""
         self._ended: defaultdict[HandoffKey, list[tuple[Outcome | None, str]]] = defaultdict(list)
         self._isolated: list[TargetRecord] = []
+        self._may_land: set[tuple[str | None, HandoffKey, int]] = set()
+        """Target, key and grant under which a copy of ours has ended with bytes on their way."""
         self._summed: dict[tuple[Side, HandoffKey, int], CopyId] = {}
         """Of every rank what it was last ordered to sum for a side of a hand-off, and not to drop."""
 
@@ -83,6 +95,13 @@ class SourceWatch:
             self._summed[order.side, order.copy.key, rank] = order.copy
         elif isinstance(order, DropSums):
             self._summed.pop((order.side, order.key, rank), None)
+
+    def on_report(self, report: CopyStopped | CopyFailed) -> None:
+        """A copy has ended; what of it may land is stated with the end of its hand-off, unless that was delivered by then."""
+        record = self._source.live.get(report.copy.key)
+        is_current = record is not None and record.open_copies.get(report.rank) == report.copy
+        if is_current and record is not None and report.may_land and not record.is_released:
+            self._may_land.add((record.target, report.copy.key, report.copy.grant))
 
     def order_problem(self, order: RankOrder) -> str:
         """What is wrong with an order to move or to sum for a target: it states what that has granted, and what is computed."""
@@ -154,10 +173,10 @@ class SourceWatch:
         if isinstance(message, _COMPUTED):
             record = self._source.live.get(message.key)
             return "" if record is None else self._computed_problem(record, message)
-        if isinstance(message, Heartbeat):
-            return self._beat_problem(recipient, message) if message.from_source else ""
         if isinstance(message, AuxSent):
             return self._aux_problem(message)
+        if isinstance(message, Over | Stopped) and (recipient, message.key, message.grant) in self._may_land:
+            return "" if message.may_land else f"bytes of it may still land: {message}"
         if isinstance(message, Over) and message.key not in self._source.live:
             # What is live is ending now, and without a grant an earlier use of its key has the same number.
             end = vars(self._source)["_ended"].get((recipient, message.key, message.grant))
@@ -198,18 +217,6 @@ class SourceWatch:
                 if not self._is_noted(key, Stage.CONFIRMED):
                     return f"not noted: {message}"
         return ""
-
-    def _beat_problem(self, recipient: str, beat: Heartbeat) -> str:
-        busy_since = self._source.busy_since
-        due = [
-            (record.key, record.grant_number)
-            for record in self._source.live.values()
-            if record.target == recipient
-            and record.state is not SourceState.STOPPING
-            and not record.is_released  # its target is done
-            and (record.state is not SourceState.PARKED or record.parked_at >= busy_since)
-        ]
-        return "" if list(beat.live) == due else f"{due} wait for a sign of life: {beat}"
 
     def _aux_problem(self, message: AuxSent) -> str:
         if (message.aux is None) is (message.pointer is None):
