@@ -146,6 +146,10 @@ def _target_problems(record: TargetRecord, ranks: int, is_summed: bool) -> Itera
     on_wire = ranks * (len(spans) - len(record.unmoved)) - moved if is_reading else 0
     if record.on_wire != on_wire:
         yield f"{record.on_wire} spans are counted as being moved, and {on_wire} are"
+    if not record.unmoved.keys() <= spans:
+        yield f"{list(record.unmoved)} are to be moved, of {list(spans)}"
+    if record.written_bytes is not None and not record.is_confirmed:
+        yield f"{record.written_bytes} bytes are to come, and nothing is confirmed"
     if record.just_moved:
         yield f"nothing followed from spans {record.just_moved}, which were moved"
     if moved:
