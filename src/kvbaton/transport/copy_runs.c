@@ -31,14 +31,14 @@ struct job {
 
 struct crew {
     pthread_mutex_t lock;
-    pthread_cond_t work, done;
+    pthread_cond_t work, spare, done; /* `spare` is what the first helper waits for, where batches are begun */
     struct job *left; /* what no thread has taken yet; 0 when there is nothing to do */
     struct job begun;
     struct strip listed; /* the begun batch, where its runs are listed */
     uint64_t *own;       /* and the copy of them */
     int wakeup;          /* gets a byte when the begun batch has ended */
     cpu_set_t usable;
-    int busy, is_over, helpers, begins, away_from;
+    int busy, is_over, helpers, begins, away_from, is_crowded;
     pthread_t threads[MOST_HELPERS];
 };
 
@@ -95,7 +95,7 @@ static void *help(void *argument) {
     int only_begun = crew->begins && pthread_equal(pthread_self(), crew->threads[0]);
     while (!crew->is_over || (crew->left && crew->left->bytes)) {
         if (!crew->left || !crew->left->bytes || (only_begun && crew->left != &crew->begun)) {
-            pthread_cond_wait(&crew->work, &crew->lock);
+            pthread_cond_wait(only_begun ? &crew->spare : &crew->work, &crew->lock);
             continue;
         }
         crew->busy++;
@@ -139,6 +139,7 @@ struct crew *open_crew(long helpers, int begins) {
     if (!crew) return 0;
     pthread_mutex_init(&crew->lock, 0);
     pthread_cond_init(&crew->work, 0);
+    pthread_cond_init(&crew->spare, 0);
     pthread_cond_init(&crew->done, 0);
     crew->away_from = -1;
     crew->begins = begins;
@@ -158,9 +159,11 @@ void close_crew(struct crew *crew) {
     pthread_mutex_lock(&crew->lock);
     crew->is_over = 1;
     pthread_cond_broadcast(&crew->work);
+    pthread_cond_broadcast(&crew->spare);
     pthread_mutex_unlock(&crew->lock);
     for (int i = 0; i < crew->helpers; i++) pthread_join(crew->threads[i], 0);
     pthread_cond_destroy(&crew->done);
+    pthread_cond_destroy(&crew->spare);
     pthread_cond_destroy(&crew->work);
     pthread_mutex_destroy(&crew->lock);
     free(crew->own);
@@ -185,12 +188,14 @@ uint64_t copy_runs(struct crew *crew, char *target, const char *source, const st
     take_runs(strips, count, at, most_bytes, most_runs, 0, &total);
     left.bytes = total;
     end_batch(crew, 1);
+    pthread_mutex_lock(&crew->lock);
+    crew->is_crowded = 1;
     if (crew->helpers <= crew->begins || total <= WORTH_HELP) {
+        pthread_mutex_unlock(&crew->lock);
         copy_chunk(&left);
         return total;
     }
     left.chunk = chunk_of(crew, total);
-    pthread_mutex_lock(&crew->lock);
     while (crew->left) pthread_cond_wait(&crew->done, &crew->lock);
     send_away(crew);
     crew->left = &left;
@@ -213,6 +218,9 @@ static int begin(struct crew *crew, struct job job, int wakeup) {
         crew->wakeup = wakeup;
         crew->left = &crew->begun;
         pthread_cond_broadcast(&crew->work);
+        /* Where other batches came during the last one, the processors have enough to do, and one helper more only takes turns. */
+        if (!crew->is_crowded || crew->helpers == crew->begins) pthread_cond_signal(&crew->spare);
+        crew->is_crowded = 0;
     }
     pthread_mutex_unlock(&crew->lock);
     return is_free;
