@@ -22,7 +22,7 @@ from scenario import (
 )
 
 from kvbaton.core.auth import Session
-from kvbaton.core.handoff import Integrity, Mode, Outcome
+from kvbaton.core.handoff import AuxChannel, Integrity, Mode, Outcome
 from kvbaton.sim.contradictions import Contradiction
 from kvbaton.sim.engine import SourceEngine
 from kvbaton.sim.exhaustive import flow_script
@@ -200,7 +200,7 @@ def _beside(flow: Flow) -> tuple[RequestScript, ...]:
 
 
 @every_flow
-@pytest.mark.parametrize("kind", list(Contradiction), ids=str)
+@pytest.mark.parametrize("kind", [kind for kind in Contradiction if kind is not Contradiction.ELSEWHERE], ids=str)
 def test_a_source_contradicts_itself(kind: Contradiction, flow: Flow) -> None:
     """A target cannot know which of two statements is true: it delivers nothing, and what others hand over goes on."""
     wrong = Fault(FaultKind.STRAY, 0.0, who="p0", other="contradiction", number=int(kind), is_whole=True)
@@ -212,6 +212,15 @@ def test_a_source_contradicts_itself(kind: Contradiction, flow: Flow) -> None:
     assert story.back("d0") < LIMITS.queue_timeout + HOLD_S + _fence_s(flow) + NORMAL_S, "the cap, where it only waits"
     control = play(make(flow, *_beside(flow), prefills=2, integrity=Integrity.FULL))
     assert control.ends == [BOTH_DELIVERED, BOTH_DELIVERED]
+
+
+@every_flow
+def test_where_a_pointer_leads_elsewhere_the_aux_record_comes_in_a_message(flow: Flow) -> None:
+    wrong = Fault(FaultKind.STRAY, 0.0, who="p0", other="contradiction", number=int(Contradiction.ELSEWHERE), is_whole=True)
+    story = play(make(flow, *_beside(flow), faults=[wrong], prefills=2, aux_channel=AuxChannel.DATA))
+    assert not story.rules, story.result.violations
+    assert story.ends == [BOTH_DELIVERED, BOTH_DELIVERED]
+    assert story.times("p0", "AuxSent", "pointer=None"), "asked for again, and sent"
 
 
 @every_flow
