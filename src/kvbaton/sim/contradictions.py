@@ -2,7 +2,8 @@
 whether it has accepted the grant at all, or how the aux record travels.
 
 A release with a fault in it, or memory that has gone bad. Its target cannot know which of two statements is true: it takes none
-of them, and the hand-off ends by name, with nothing delivered that is not whole. All other hand-offs go on.
+of them, and the hand-off ends by name, with nothing delivered that is not whole. All other hand-offs go on. Only a pointer that
+leads elsewhere is made up for: the aux record is asked for in a message.
 """
 
 from __future__ import annotations
