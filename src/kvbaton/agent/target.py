@@ -224,10 +224,11 @@ class TargetRecord(msgspec.Struct, eq=False):
     """One live hand-off as its target knows it: the state, and the counts and lists beside it."""
 
     request: SourceRequest
-    give_up_at: float
     retry: Backoff
     asked_before: int
     """The last question for a card that was sent before this request came: the process that it names was alive since."""
+    give_up_at: float = math.inf
+    """When it ends if its source stays silent; while it is QUEUED, silence does not end it."""
     furthest: tuple[int, int] = (-1, 0)
     """The furthest that it ever got: the stage, and what was announced or moved, and summed by then."""
     capped_at: float = 0.0
@@ -526,7 +527,6 @@ class TargetSide:
         record.spans.clear()
         record.source_blocks = ()
         record.unmoved.clear()
-        record.just_moved.clear()
         record.moved.clear()
         record.on_wire = 0
         record.span_count = None
@@ -610,10 +610,7 @@ class TargetSide:
             return
         # A notice about an earlier request of this key would make the source drop this one.
         self.decline_notices.forget(request.key)
-        now = self._clock()
-        record = TargetRecord(
-            request, now + self._limits.transfer_timeout, Backoff.start(self._limits, now), self.card_requests.asked
-        )
+        record = TargetRecord(request, Backoff.start(self._limits, self._clock()), self.card_requests.asked)
         self.live[request.key] = record
         self.renew_cap(record)
         self._watch(record)
@@ -1076,7 +1073,7 @@ class TargetSide:
             self._timers.set(key, min(until, record.retry.at) if self._asks_again(record) else until)
 
     def _deadline(self, record: TargetRecord) -> float:
-        return record.capped_at if record.state is TargetState.QUEUED else min(record.give_up_at, record.capped_at)
+        return min(record.give_up_at, record.capped_at)
 
     def _why_late(self, record: TargetRecord, now: float) -> str:
         if record.state is TargetState.QUEUED:

@@ -74,6 +74,7 @@ from kvbaton.sim.agent_thread import AgentThread, SimDriver, ThreadBell
 from kvbaton.sim.alarm_watch import watch_alarms
 from kvbaton.sim.beat_watch import watch_beats
 from kvbaton.sim.contradictions import Contradiction, contradict
+from kvbaton.sim.effect_watch import watch_calls, watch_effects
 from kvbaton.sim.embedded_engine import EMBEDDED, EmbeddedClasses, EmbeddedEngine
 from kvbaton.sim.engine import SimEngine, SourceEngine, TargetEngine
 from kvbaton.sim.engine_watch import EngineWatch
@@ -94,7 +95,7 @@ from kvbaton.sim.rank_processes import RankProcess, SimSocket, channel_on, socke
 from kvbaton.sim.rank_watch import RankWatch
 from kvbaton.sim.reactions import Reactions
 from kvbaton.sim.received import Received
-from kvbaton.sim.records import Causes, Waits, alarm_problems, count_problems, sequence_problems, stop_problems
+from kvbaton.sim.records import Causes, Fences, Waits, alarm_problems, count_problems, sequence_problems, stop_problems
 from kvbaton.sim.script import VllmScript
 from kvbaton.sim.source_watch import SourceWatch
 from kvbaton.sim.stray_calls import StrayCalls
@@ -522,6 +523,7 @@ class SimInstance:
         self._notices = NoticeWatch(self.coordinator, cluster.limits)
         self._causes = Causes()
         self._waits = Waits(cluster.limits, self.local_now())
+        self._fences = Fences(cluster.limits, self.local_now())
         self._received = Received()
         self._dials = DialWatch(self.coordinator, cluster.limits)
         self._questions = QuestionWatch(self.coordinator, cluster.limits)
@@ -539,6 +541,8 @@ class SimInstance:
         )
         self._engine_watch = EngineWatch(coordinator, self._sent, partial(self._find, "taken"))
         watch_windows(vars(coordinator.source)["_windows"], self._find)
+        watch_effects(coordinator.target, self._find)
+        watch_calls(coordinator.target, self._sent, self._find)
         watch_beats(coordinator, partial(self._find, "as set"))
         watch_dials(coordinator.target, cluster.limits.retry, self.local_now, self._find)
         for side in (coordinator.source, coordinator.target, coordinator.target.decline_notices):
@@ -1195,6 +1199,7 @@ class SimInstance:
                     self.cluster.world.find("taken", f"{self.process.name}: {over}, and the copy counts as open")
             case SpansMoved() | SpansPlanned() | SpansSummed() | Arrived() as report:
                 copy = report.copy
+                self.target_watch.reported(copy)
                 records = (self.coordinator.source.live.get(copy.key), target.live.get(copy.key))
                 others = [record for record in records if record is not None and not _may_count(report, record)]
                 places = list(map(_counted, others)) if others else []
@@ -1253,6 +1258,8 @@ class SimInstance:
         source, target = self.coordinator.source, self.coordinator.target
         now = self.local_now()
         self._check_times(now)
+        if problem := self.target_watch.retracted_problem():
+            self._find("counted", problem)
         for problem in self.source_watch.sum_problems():
             self._find("nothing kept", problem)
         if problem := self._reactions.unanswered():
@@ -1286,6 +1293,8 @@ class SimInstance:
         if self.thread is None:
             for problem in self._engine_watch.problems():
                 self._find("taken", problem)
+            for problem in self._fences.problems(target, now):
+                self._find("on time", problem)
             for rule, problem in self._waits.problems(target, now):
                 self.cluster.world.find(rule, f"{self.process.name}: {problem}")
 

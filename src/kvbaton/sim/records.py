@@ -17,7 +17,16 @@ from kvbaton.config import Limits
 from kvbaton.core.handoff import Executor, Integrity, Outcome
 from kvbaton.core.lifecycle import SourceState, TargetState
 
-__all__ = ["SOURCE_STAGES", "Causes", "Waits", "alarm_problems", "count_problems", "sequence_problems", "stop_problems"]
+__all__ = [
+    "SOURCE_STAGES",
+    "Causes",
+    "Fences",
+    "Waits",
+    "alarm_problems",
+    "count_problems",
+    "sequence_problems",
+    "stop_problems",
+]
 
 _CLOSING = frozenset({TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED})
 _GRANTED = frozenset({TargetState.GRANTED, TargetState.FILLING, TargetState.CONFIRMING})
@@ -324,6 +333,40 @@ class Waits:
                 waited_s = now - (seen.since if is_queued else seen.allocated_at)
                 if seen.record.verdict is Outcome.EXPIRED and waited_s < (self._queued_s if is_queued else self._granted_s):
                     yield "on time", f"{seen.record.key} expired after {waited_s:.3f} s"
+
+
+class Fences:
+    """How long each target that is being stopped waits before it takes stronger means: `stop_timeout` for each of them.
+
+    No message puts that off, however often a source sends it; and none shortens it.
+    """
+
+    def __init__(self, limits: Limits, now: float) -> None:
+        self._stop_s = limits.stop_timeout
+        self._seen: dict[int, tuple[TargetRecord, TargetState, float]] = {}
+        self._looked_at = now
+
+    def problems(self, target: TargetSide, now: float) -> Iterable[str]:
+        """Waits that are too long or too short."""
+        since, self._looked_at = self._looked_at, now
+        ending = [each for each in target.live.values() if each.state in _CLOSING]
+        if not ending:
+            self._seen.clear()
+            return ()
+        return self._look(ending, since, now)
+
+    def _look(self, ending: list[TargetRecord], since: float, now: float) -> Iterator[str]:
+        before, self._seen = self._seen, {}
+        for record in ending:
+            state, until = record.state, record.stop_until
+            _, state_before, until_before = before.get(id(record), (record, None, -math.inf))
+            self._seen[id(record)] = record, state, until
+            if state is state_before and until == until_before:
+                continue
+            # The strongest means is repeated each time that it was not enough; it begins then.
+            is_new = state is not state_before or (state is TargetState.ISOLATED and until_before <= now + _SMALL_S)
+            if not is_new or not since - _SMALL_S <= until - self._stop_s <= now + _SMALL_S:
+                yield f"{record.key} is {state} since {since} at most, at {now}, and waits until {until}, before {until_before}"
 
 
 class Causes:

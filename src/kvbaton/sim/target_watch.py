@@ -24,7 +24,7 @@ from kvbaton.agent.target import TargetRecord
 from kvbaton.config import Limits
 from kvbaton.core.handoff import AuxChannel, Executor, HandoffKey, Incarnation
 from kvbaton.core.lifecycle import TargetState
-from kvbaton.core.messages import Grant, Message, Refused, Stop
+from kvbaton.core.messages import MAX_NUMBER, Announced, Grant, Message, Prefilled, Refused, Retracted, Stop
 from kvbaton.core.timeline import Note, Side, Stage
 
 __all__ = ["TargetWatch"]
@@ -56,6 +56,8 @@ class TargetWatch:
         """By source: the last number in sequence that it was sent, and those that it named as used when it refused one."""
         self._moved: list[Note] = []
         """What was noted as moved since this was last looked at."""
+        self._retracted: list[Note] = []
+        """What was noted as retracted since then."""
         self._arrived: Counter[CopyId] = Counter()
         """Bytes that have come, as far as that was reported, by copy."""
         self._numbers: Counter[int] = Counter()
@@ -64,6 +66,8 @@ class TargetWatch:
         """Spans that were counted, by copy and rank: one that is reported again is noted once."""
         self._stopped_at: dict[tuple[HandoffKey, int], float] = {}
         """When a source was first asked to stop, by grant."""
+        self._generations: defaultdict[tuple[HandoffKey, int], set[int]] = defaultdict(set)
+        """Those of which anything has come, by grant."""
         self._moving_since: dict[CopyId, float] = {}
         """When something of a copy began to be moved, as it was noted when more was ordered."""
 
@@ -71,11 +75,30 @@ class TargetWatch:
         """Something is noted for operators."""
         if note.side is Side.TARGET and note.stage is Stage.MOVED:
             self._moved.append(note)
+        elif note.side is Side.TARGET and note.stage is Stage.RETRACTED:
+            self._retracted.append(note)
 
     def received(self, source: Incarnation, message: Message) -> None:
         """A message has arrived."""
         if isinstance(message, Refused) and message.stale:
             self._used_up_to[source].add(message.used_up_to)
+        elif isinstance(message, Announced | Prefilled | Retracted):
+            self._generations[message.key, message.grant].add(message.generation)
+
+    def reported(self, copy: CopyId) -> None:
+        """A rank has reported something: that may be the first that is known of a generation."""
+        self._generations[copy.key, copy.grant].add(copy.generation)
+
+    def retracted_problem(self) -> str:
+        """What is wrong with what was noted as retracted: of something that was announced under the grant before."""
+        if not self._retracted:
+            return ""
+        notes, self._retracted = self._retracted, []
+        for note in notes:
+            record = self._target.live.get(note.key)
+            if record is not None and len(self._generations[record.key, record.grant]) < 2:
+                return f"it was retracted, and only generation {record.generation} was ever named: {note}"
+        return ""
 
     def sent_problem(self, source: str, message: Message) -> str:
         """What is wrong with a message that is being sent."""
@@ -104,7 +127,12 @@ class TargetWatch:
         return ""
 
     def _sequence_problem(self, source: str, grant: Grant) -> str:
-        """Numbers follow each other. After a refusal they go on behind what the source has used, wherever that is."""
+        """Numbers follow each other. After a refusal they go on behind what the source has used, wherever that is.
+
+        The last number there is comes again: there is no other.
+        """
+        if grant.sequence > MAX_NUMBER:
+            return f"there is no such number: {grant}"
         last, self._last_sequence[source] = self._last_sequence.get(source, 0), grant.sequence
         is_next = grant.sequence == last + 1 or grant.sequence - 1 in self._used_up_to[source]
         return "" if is_next or self._is_forgetful else f"the last number was {last}: {grant}"

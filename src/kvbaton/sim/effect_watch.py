@@ -1,0 +1,97 @@
+"""What the effects of a target's table leave behind: nothing of what is void, and one notice where a source has no grant. And
+what the calls of its engine do: what is declined is sent at once where the source is known, and what is taken is not declined.
+
+A count of an earlier generation that still counts does harm only if the new one differs in it. So it is looked at right after
+the effect that has to end it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from kvbaton.agent.engine_port import SourceRequest
+from kvbaton.agent.target import TargetRecord, TargetSide
+from kvbaton.core.card import Card
+from kvbaton.core.handoff import key_problem
+from kvbaton.core.lifecycle import TargetEffect
+from kvbaton.core.messages import Message, Stop
+
+__all__ = ["watch_calls", "watch_effects"]
+
+Find = Callable[[str, str], None]
+
+
+def watch_effects(target: TargetSide, find: Find) -> None:
+    """From now on have it looked at what some effects leave behind."""
+    effects = target.effects
+    drop, new_grant, give_back = (
+        effects[each] for each in (TargetEffect.DROP_SPANS, TargetEffect.NEW_GRANT, TargetEffect.RETURN_BLOCKS)
+    )
+    notices = vars(target.decline_notices)["_waiting"]
+
+    def watched_drop(record: TargetRecord) -> None:
+        drop(record)
+        for problem in _left(record):
+            find("counts agree", f"{record.key} is retracted, and {problem}")
+
+    def watched_grant(record: TargetRecord) -> None:
+        new_grant(record)
+        for problem in _left(record):
+            find("counts agree", f"{record.key} has a new grant, and {problem}")
+        if record.generation:
+            find("counts agree", f"{record.key} has a new grant, and generation {record.generation} counts for it")
+
+    def watched_end(record: TargetRecord) -> None:
+        before = notices.get(record.key)
+        give_back(record)
+        notice = notices.get(record.key)
+        is_notified, is_due = notice is not before, not record.grant and not record.peer_is_quiet
+        if is_notified and not is_due:
+            find("no needless message", f"{record.key} has ended, its source knows or was asked to stop, and is notified")
+        elif is_due and not is_notified:
+            find("taken", f"{record.key} has ended without a grant, and its source is not notified")
+
+    effects[TargetEffect.DROP_SPANS] = watched_drop
+    effects[TargetEffect.NEW_GRANT] = watched_grant
+    effects[TargetEffect.RETURN_BLOCKS] = watched_end
+
+
+def watch_calls(target: TargetSide, everything_sent: list[tuple[str, Message]], find: Find) -> None:
+    """From now on have it looked at what becomes of requests that the engine takes or declines."""
+    expect, decline, notices = target.expect, target.decline, vars(target.decline_notices)["_waiting"]
+
+    def watched_expect(request: SourceRequest, source: Card | None) -> None:
+        before = target.live.get(request.key)
+        expect(request, source)
+        record = target.live.get(request.key)
+        if record is not None and record is not before and request.key in notices:
+            find("nothing kept", f"{request.key} is taken, and its source would be notified that it is declined")
+
+    def watched_decline(request: SourceRequest, source: Card | None, reason: str) -> None:
+        # Without a prompt it is about all others of the transfer id, too, whether this one is live or not.
+        is_due = not key_problem(request.key) and not (request.prompt and request.key in target.live)
+        before, count = notices.get(request.key), len(everything_sent)
+        decline(request, source, reason)
+        notice, sent = notices.get(request.key), everything_sent[count:]
+        if (notice is not before) is not is_due:
+            find("taken", f"{request.key} is declined for {request.prompt!r}, and the notice is {notice}")
+        elif is_due and source is not None:
+            stops = [each for peer, each in sent if peer == source.incarnation and isinstance(each, Stop)]
+            if not any(each.key == request.key and not each.grant for each in stops):
+                find("prompt", f"{request.key} is declined, and {source.incarnation}, which is known, is not notified")
+
+    vars(target).update(expect=watched_expect, decline=watched_decline)
+
+
+def _left(record: TargetRecord) -> Iterator[str]:
+    """What still counts, of all that messages and reports about one generation add to."""
+    if record.spans or record.unmoved or record.source_blocks:
+        yield f"{list(record.spans)} are announced, in {record.source_blocks}, and {list(record.unmoved)} to be moved"
+    if record.moved or record.on_wire or record.bytes_planned or record.bytes_moved:
+        yield f"{record.moved} are moved, {record.on_wire} on their way, {record.bytes_moved} of {record.bytes_planned} bytes"
+    if record.unsummed or record.summing or record.sums or record.source_sums:
+        yield f"{record.unsummed}, {record.summing}, {record.sums}, {record.source_sums} are or will be summed"
+    if record.span_count is not None or record.aux is not None or record.aux_pointer is not None:
+        yield f"{record.span_count} spans are counted, and the aux record is {record.aux or record.aux_pointer}"
+    if record.is_confirmed or record.written_bytes is not None or record.arrived_bytes:
+        yield f"it is confirmed ({record.is_confirmed}), {record.arrived_bytes} of {record.written_bytes} bytes have come"
