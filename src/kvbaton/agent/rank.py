@@ -51,7 +51,18 @@ from kvbaton.transport.base import (
 )
 from kvbaton.transport.runs import RegionSummer, load_loops
 
-__all__ = ["NO_CONTROLS", "Backlog", "Part", "RankAgent", "RankControls", "RegionMemory", "Summer"]
+__all__ = [
+    "NO_CONTROLS",
+    "Backlog",
+    "Part",
+    "RankAgent",
+    "RankControls",
+    "RegionMemory",
+    "Routes",
+    "ShareFilter",
+    "Summer",
+    "keep_all",
+]
 
 if not TYPE_CHECKING:
     CopyEffect, CopyEvent, CopyState, Direction, Executor, LateWrites = map(
@@ -386,10 +397,15 @@ ShareFilter = Callable[[Share], Share]
 """For controls of `kvbaton verify`: what is left of what a leg should move."""
 
 
-def find_routes(own: Layout, instance: Sequence[Layout], rank: int, card: Card, keep: ShareFilter | None = None) -> Routes:
+def keep_all(share: Share) -> Share:
+    """All of it is moved."""
+    return share
+
+
+def find_routes(own: Layout, instance: Sequence[Layout], rank: int, card: Card, keep: ShareFilter = keep_all) -> Routes:
     """The routes from one rank of an instance, with the layout `own`, to those of `card`; raises Incompatible.
 
-    First ranks always have a session with each other: aux records travel there. With `keep`, less is moved than there is.
+    First ranks always have a session with each other: aux records travel there. `keep` may leave less to move than there is.
     """
     given = [each.layout for each in card.ranks]
     theirs = split_fused(given, instance)
@@ -400,11 +416,11 @@ def find_routes(own: Layout, instance: Sequence[Layout], rank: int, card: Card, 
         return Route(leg.number, peers[other], pair, PiecePlanner(own, LegPart(leg.share, theirs[other])))
 
     reads = tuple(
-        route(leg, leg.source, pair_layouts(theirs[leg.source], own, keep(leg.share) if keep else leg.share))
+        route(leg, leg.source, pair_layouts(theirs[leg.source], own, keep(leg.share)))
         for leg in assign_legs(theirs, instance).of_target(rank)
     )
     writes = tuple(
-        route(leg, leg.target, pair_layouts(own, theirs[leg.target], keep(leg.share) if keep else leg.share))
+        route(leg, leg.target, pair_layouts(own, theirs[leg.target], keep(leg.share)))
         for leg in assign_legs(instance, theirs).of_source(rank)
     )
     met = {route.peer for route in (*reads, *writes)} | ({peers[0]} if rank == 0 else set())
@@ -446,12 +462,16 @@ class _Copy(msgspec.Struct, eq=False):
         return all(moving.is_drained for moving in self.moving.values())
 
 
+def _spoil_none(blocks: BlockLists, cached_tokens: int) -> None:
+    """No control asks for blocks to be spoiled."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankControls:
     """What a control of `kvbaton verify` changes on a rank: how blocks are spoiled, and what of a leg is moved at all."""
 
-    poison: Callable[[BlockLists, int], None] | None = None
-    keep: ShareFilter | None = None
+    poison: Callable[[BlockLists, int], None] = _spoil_none
+    keep: ShareFilter = keep_all
 
 
 NO_CONTROLS = RankControls()
@@ -547,8 +567,7 @@ class RankAgent:
             case rank_orders.ReadAux():
                 self._read_aux(order)
             case rank_orders.PoisonBlocks():
-                if self._controls.poison is not None:
-                    self._controls.poison(order.blocks, order.cached_tokens)
+                self._controls.poison(order.blocks, order.cached_tokens)
             case rank_orders.Connect():
                 self._connect(order.card)
             case rank_orders.Disconnect():
@@ -576,6 +595,9 @@ class RankAgent:
                 self._reach(peer, ranks[peer].endpoints)
         except KVBatonError as error:
             self._unreachable[card.incarnation] = str(error)
+            # Some of its ranks may be reached. It is refused as a whole, and no order to disconnect it will come.
+            for each in card.ranks:
+                self._transport.revoke(PeerRank(card.incarnation, each.rank))
             raise
         self._routes[card.incarnation] = routes
 

@@ -44,7 +44,7 @@ from kvbaton.agent.target import TargetRecord
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits, OnFailure, Trust
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.bounded import BoundedMap
-from kvbaton.core.card import Card, ProcessId, RankCard
+from kvbaton.core.card import Card, Endpoint, ProcessId, RankCard
 from kvbaton.core.checks import ONE_IN, size_worth_summing
 from kvbaton.core.grants import REACH, GrantWindows
 from kvbaton.core.handoff import Executor, HandoffKey, Incarnation, Integrity, Mode, Outcome, TransferId
@@ -117,7 +117,7 @@ from kvbaton.sim.watch import Watch
 from kvbaton.sim.watched_sockets import WatchedSockets
 from kvbaton.sim.window_watch import watch_windows
 from kvbaton.sim.world import SimClock, SimProcess, World
-from kvbaton.transport.base import PeerRank
+from kvbaton.transport.base import LateWrites, PeerRank
 
 __all__ = ["Bugs", "Cluster", "InstanceShape", "SimInstance"]
 
@@ -444,6 +444,8 @@ class SimInstance:
             )
             for rank, transport in enumerate(self.transports)
         ]
+        for agent, transport in zip(self.agents, self.transports, strict=True):
+            self._check_as_set(agent, transport)
         self.rank_watches = [RankWatch() for _ in self.agents]
         for agent, watch in zip(self.agents, self.rank_watches, strict=True):
             if isinstance(agent, SimRank):
@@ -495,6 +497,15 @@ class SimInstance:
             self.engine.wake_agents = lambda: self.guarded(lambda: None)
         self.engine.start()
 
+    def _check_as_set(self, agent: RankAgent, transport: SimTransport) -> None:
+        """Sources write where that can be undone, or was asked for; a rank counts what comes where it can be undone."""
+        is_fenced = transport.late_writes is LateWrites.REVOCABLE
+        writes = is_fenced or (self.cluster.unfenced_writes and transport.late_writes is LateWrites.UNFENCED)
+        counts = is_fenced and isinstance(transport, FencingSimTransport)
+        found = agent.executor is Executor.SOURCE_WRITES, agent.fences_writers, agent.counts_arrivals
+        if found != (writes, is_fenced, counts):
+            self._find("as set", f"a rank writes, fences and counts: {found}, and not {(writes, is_fenced, counts)}")
+
     def _make_card(self, pid: int, layouts: tuple[Layout, ...]) -> Card:
         cluster, shape = self.cluster, self.shape
         is_back = any(
@@ -502,13 +513,16 @@ class SimInstance:
         )
         strangers = {each.rstrip("+") for each in cluster.strangers if is_back or not each.endswith("+")}
         has_area = not self.loops and self.address not in cluster.without_area
+        endpoints: list[tuple[Endpoint, ...]] = [(each.endpoint(),) for each in self.transports]
+        if f"{self.address}~" in cluster.strangers:
+            endpoints[-1] = (Endpoint("another", 1, {}),) if pid % 2 else ()
         return Card(
             incarnation=self.incarnation,
             model="tags",
             fingerprint="others" if self.address in strangers else "tags",
             shape=str(shape.shape) if isinstance(shape, TagCacheShape) else f"tp{shape.ranks}",
             ranks=tuple(
-                RankCard(rank, layouts[rank], (each.endpoint(),), each.memory.aux_area if has_area else None)
+                RankCard(rank, layouts[rank], endpoints[rank], each.memory.aux_area if has_area else None)
                 for rank, each in enumerate(self.transports)
             ),
             process=ProcessId("host", pid, 1),
@@ -780,7 +794,9 @@ class SimInstance:
         if self.thread is not None:
             self.thread.paused_until = 0.0
         for transport in self.transports:
-            transport.fail_next = transport.fail_last = transport.short_next = transport.corrupt_next = 0
+            transport.fail_connects = transport.fail_next = transport.fail_last = transport.short_next = (
+                transport.corrupt_next
+            ) = 0
 
     def on_frame(self, frame: bytes, sender_address: str) -> None:
         """A frame arrives: its messages are taken one by one, as the control sockets pass them on."""

@@ -9,6 +9,7 @@ from msgspec import structs
 from kvbaton.core.handoff import Integrity, Mode
 from kvbaton.sim.drill_stage import Drill, make_request, make_stage
 from kvbaton.sim.script import Fault, FaultKind, Script
+from kvbaton.transport.base import LateWrites
 
 __all__ = ["RANKS"]
 
@@ -53,4 +54,94 @@ def _changed_on_the_way(rng: random.Random) -> Script:
     return structs.replace(script, faults=(changed,), integrity=Integrity.FULL)
 
 
-RANKS: tuple[Drill, ...] = (_stopped_while_full, _full_for_long, _moves_less, _changed_on_the_way)
+def _out_of_reach(rng: random.Random) -> Script:
+    """A rank of one instance is reached by no transport of the others: what is sent between them fails, the rest goes on."""
+    requests = tuple(
+        make_request(
+            rng,
+            rng.choice((Mode.PUSH, Mode.PUSH, Mode.PULL)),
+            tokens=rng.randint(2, 4),
+            prefill=number % 2,
+            decode=rng.randrange(2),
+            at_s=0.1 * number,
+            retries=rng.randint(0, 1),
+        )
+        for number in range(rng.randint(3, 5))
+    )
+    rank_lag_s = rng.choice((0.0, 0.01))
+    # A rank of its own that cannot reach a writer takes no part in the copy: that one would wait for its session.
+    script = make_stage(rng, writes=not rank_lag_s and rng.random() < 0.5, request=requests[0])
+    return structs.replace(
+        script,
+        requests=requests,
+        prefills=2,
+        decodes=2,
+        strangers=(rng.choice(("p0~", "p1~", "d0~", "d1~")),),
+        rank_lag_s=rank_lag_s,
+        # Several in one process are not run by production: none of them would notice that another one has failed.
+        ranks=2 if rank_lag_s else 1,
+        integrity=rng.choice(list(Integrity)),
+        move_s=0.01,
+        router_cancels=0.0,
+    )
+
+
+def _fails_to_connect(rng: random.Random) -> Script:
+    """A transport fails to connect a peer, which may try again."""
+    request = make_request(rng, rng.choice(list(Mode)), tokens=4, retries=2, retry_after_s=0.1)
+    script = make_stage(rng, writes=rng.random() < 0.5, request=request)
+    failed = Fault(FaultKind.COPY_FAILS, 0.0, who=rng.choice(("p0", "d0")), other="connect")
+    gone = Fault(FaultKind.CUT, rng.uniform(0.1, 0.3), who="p0", other="d0", for_s=rng.choice((0.3, 9.0)))
+    return structs.replace(script, faults=(failed, gone)[: rng.randint(1, 2)], ranks=1, router_cancels=0.0)
+
+
+def _full_for_two(rng: random.Random) -> Script:
+    """A transport is full, takes a batch now and then, and batches to two peers wait for it."""
+    requests = tuple(
+        make_request(rng, Mode.PUSH, tokens=6, chunk=rng.choice((1, 2)), decode=number % 2, at_s=rng.uniform(0.0, 0.02))
+        for number in range(4)
+    )
+    script = make_stage(rng, writes=True, request=requests[0])
+    full = [Fault(FaultKind.QUEUE_FULL, 0.002, who="p0", for_s=0.4, number=rank, is_whole=True) for rank in range(script.ranks)]
+    return structs.replace(
+        script, requests=requests, faults=tuple(full), decodes=2, move_s=rng.choice((0.001, 0.005)), step_s=0.002
+    )
+
+
+def _library_writes(rng: random.Random) -> Script:
+    """Writes of a library that fences none of its peers, in small batches, some of which fail."""
+    request = make_request(rng, rng.choice(list(Mode)), tokens=6, chunk=rng.choice((1, 2, 3)), retries=2, retry_after_s=0.1)
+    script = make_stage(rng, writes=True, request=request)
+    failed = Fault(FaultKind.COPY_FAILS, rng.uniform(0.0, 0.1), who=rng.choice(("p0", "d0")), number=0)
+    return structs.replace(
+        script,
+        faults=(failed,)[: rng.randint(0, 1)],
+        late_writes=LateWrites.UNFENCED,
+        unfenced_writes=True,
+        library_writes=True,
+        few_cells=rng.choice((0, 2, 3)),
+        integrity=rng.choice(list(Integrity)),
+        rank_lag_s=rng.choice((0.0, 0.01)),
+    )
+
+
+def _sums_in_whole_turns(rng: random.Random) -> Script:
+    """Spans are summed of which each is just as long as a turn, or two of them are."""
+    requests = tuple(make_request(rng, rng.choice(list(Mode)), tokens=6, chunk=2, at_s=0.02 * number) for number in range(3))
+    script = make_stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    return structs.replace(
+        script, requests=requests, layers=1, few_cells=rng.choice((2, 4)), integrity=Integrity.FULL, move_s=0.002
+    )
+
+
+RANKS: tuple[Drill, ...] = (
+    _stopped_while_full,
+    _full_for_long,
+    _moves_less,
+    _changed_on_the_way,
+    _out_of_reach,
+    _fails_to_connect,
+    _full_for_two,
+    _library_writes,
+    _sums_in_whole_turns,
+)

@@ -5,10 +5,13 @@ completed, and no turn of it is longer than it may be.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 
+from kvbaton.agent.rank import Routes
 from kvbaton.agent.rank_orders import (
+    Connect,
     CopyId,
     Disconnect,
     DropSums,
@@ -41,6 +44,11 @@ class RankWatch:
         self._last_planned: SpansPlanned | None = None
         self.offers = 0
         """How often a batch was offered to the transport in this turn."""
+        self._places: dict[PeerRank, int] = {}
+        """When the queue of each peer that waits began to wait, or last had something taken, by a count of both."""
+        self._moment = 0
+        self._queue: list[tuple[int, PeerRank]] = []
+        """Which peers were offered something in this turn, and their places before it, in this order."""
 
     def on_order(self, order: RankOrder) -> None:
         """The rank takes an order."""
@@ -89,11 +97,60 @@ class RankWatch:
             return "" if fenced >= order.epoch else f"{peer} is fenced up to {fenced} after {order}"
         return ""
 
+    def connected_problem(
+        self,
+        order: Connect,
+        error: str,
+        *,
+        sessions: Collection[PeerRank],
+        routes: Mapping[Incarnation, Routes],
+        unreachable: Mapping[Incarnation, str],
+    ) -> str:
+        """What is wrong with a rank after the order to connect a peer: there are all sessions that are needed, or none.
+
+        Of one that it cannot reach it knows why, and an operator learns which transports are offered there.
+        """
+        peer = order.card.incarnation
+        offered = [endpoint.transport for each in order.card.ranks for endpoint in each.endpoints]
+        if "no common transport" in error and not any(f"{each} there" in error for each in (*offered, "none")):
+            return f"{peer} offers {offered}: {error}"
+        if "none there" in error and all(each.endpoints for each in order.card.ranks):
+            return f"{peer} offers {offered}: {error}"
+        if unreachable.get(peer, "") != error:
+            return f"{peer} counts as out of reach: {unreachable.get(peer)}, and not: {error}"
+        found = {each for each in sessions if each.incarnation == peer}
+        needed = set(routes[peer].peers) if peer in routes else set()
+        return "" if found == needed else f"sessions with {found} of {peer}, and {needed} are needed"
+
+    def begin_turn(self, waiting: Collection[PeerRank]) -> None:
+        """A turn begins, and these peers wait for a full queue."""
+        self.offers = 0
+        self._places = {peer: place for peer, place in self._places.items() if peer in waiting}
+        self._queue = []
+
+    def on_offer(self, peer: PeerRank, *, is_taken: bool) -> None:
+        """A batch for a peer was offered to the transport."""
+        self.offers += 1
+        self._moment += 1
+        place = self._places.get(peer)
+        if place is not None and peer not in (each for _, each in self._queue):
+            self._queue.append((place, peer))
+        if is_taken is (place is not None):
+            self._places[peer] = self._moment
+
     def offer_problem(self, *, has_completed: bool, waiting: tuple[int, int]) -> str:
-        """What is wrong with a turn in which as many parts waited for a full queue, before and after it."""
+        """What is wrong with a turn in which as many parts waited for a full queue, before and after it.
+
+        The queue may be shared by all peers: none has a batch taken before one that has waited for its own turn for longer.
+        """
         if has_completed and min(waiting) > 0 and not self.offers:
             return f"a batch has completed, and {waiting[1]} parts were not offered again"
-        return ""
+        return "" if self._queue == sorted(self._queue) else f"peers do not take turns: {self._queue}"
+
+    def deadline_problem(self, deadline: float | None, retries: Collection[float]) -> str:
+        """What is wrong with when a rank wants its next turn: it is no later than anything that is to be offered again."""
+        next_turn = math.inf if deadline is None else deadline
+        return f"its next turn is at {next_turn}, and {retries} are due" if min(retries, default=math.inf) < next_turn else ""
 
     def turn_problem(self, summed: int, largest: int, most: int) -> str:
         """What is wrong with a turn that summed so many cells, in pieces of at most so many."""

@@ -532,6 +532,8 @@ class Run:
                 instance.failing_sums += 1
             case FaultKind.COPY_FAILS if fault.other == "short":
                 instance.transports[fault.number % len(instance.transports)].short_next += 1
+            case FaultKind.COPY_FAILS if fault.other == "connect":
+                instance.transports[fault.number % len(instance.transports)].fail_connects += 1
             case FaultKind.COPY_FAILS if fault.other == "last":
                 instance.transports[fault.number % len(instance.transports)].fail_last += 1
             case FaultKind.COPY_FAILS:

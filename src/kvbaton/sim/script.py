@@ -150,7 +150,8 @@ class Fault(msgspec.Struct, frozen=True):
     """One fault. It strikes at `at_s`, or after `at_event` events of the world when that is not negative.
 
     `who` names an address; `other` the far end of a link, or what of a kind is meant (of copies that fail, those whose "last"
-    reply is lost, and those that move "short"); `number` a request, a rank or a count, as the kind needs it.
+    reply is lost, those that move "short", and those that do not even "connect"); `number` a request, a rank or a count, as the
+    kind needs it.
     """
 
     kind: FaultKind
@@ -235,12 +236,12 @@ class Script(msgspec.Struct, frozen=True):
     hasty: tuple[str, ...] = ()
     """Addresses of instances whose cards state that they wait for a silent source for less long than all others."""
     strangers: tuple[str, ...] = ()
-    """Addresses of instances that serve another model, with a plus only when they come back: no other instance hands anything
-    off to them, or takes it."""
+    """Addresses of instances that serve another model, with a plus only when they come back, or with a tilde whose last rank is
+    reached by none of the others' transports: no other instance hands anything off to them, or takes it."""
 
     def is_strange(self, address: str, other: str) -> bool:
         """Whether nothing can be handed off between two instances, at least when one of them comes back."""
-        return len({each.rstrip("+") for each in self.strangers}.intersection((address, other))) == 1
+        return len({each.rstrip("+~") for each in self.strangers}.intersection((address, other))) == 1
 
     library_writes: bool = False
     """Whether writes are what the shipped libraries promise, and not what a transport could that fences."""

@@ -8,12 +8,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvbaton.agent.rank import RankAgent
-from kvbaton.agent.rank_orders import CopyFailed, CopyId, Disconnect, PutAux, RankOrder, ReadAux, RevokePeer, StopCopy
+from kvbaton.agent.rank_orders import (
+    Connect,
+    CopyFailed,
+    CopyId,
+    Disconnect,
+    PutAux,
+    RankOrder,
+    ReadAux,
+    RevokePeer,
+    StopCopy,
+)
 from kvbaton.core.card import Endpoint
 from kvbaton.core.handoff import HandoffKey, Incarnation
 from kvbaton.core.lifecycle import CopyState
 from kvbaton.core.strips import unroll
-from kvbaton.errors import QueueFull
+from kvbaton.errors import KVBatonError, QueueFull, TransportError
 from kvbaton.sim.memory import RankMemory, TaggedCell
 from kvbaton.sim.network import Network
 from kvbaton.sim.rank_watch import RankWatch
@@ -112,6 +122,8 @@ class SimTransport:
         self.fail_next = 0
         self.short_next = 0
         """How many batches complete without their last cell."""
+        self.fail_connects = 0
+        """How many ranks of peers cannot be reached."""
         self.fail_last = 0
         """How many writes fail when their last byte is in: what would have shown that is lost."""
         self.corrupt_next = 0
@@ -165,7 +177,11 @@ class SimTransport:
 
     def connect(self, peer: PeerRank, endpoint: Endpoint) -> None:
         """Open a session with `peer`; an earlier one stays closed."""
-        del endpoint
+        if endpoint.transport != self.name:
+            self._fabric.world.find("as set", f"{self._where}: {peer} is connected by {endpoint}")
+        if self.fail_connects > 0:
+            self.fail_connects -= 1
+            raise TransportError("the simulated connection failed")
         if self.is_paired and peer.rank != self._me.rank:
             self._fabric.world.find("as set", f"{self._where}: a session with {peer}, with which it exchanges nothing")
         if peer not in self.open_sessions:
@@ -445,10 +461,27 @@ class SimRank(RankAgent):
         if isinstance(order, StopCopy) and order.copy in self.copies and isinstance(self._transport, SimTransport):
             self._transport.stopped.add(order.copy)
         self._reads_aux = isinstance(order, ReadAux)
-        super().handle(order)
+        if isinstance(order, Connect):
+            self._connect_and_check(order)
+        else:
+            super().handle(order)
         self._reads_aux = False
         if isinstance(order, Disconnect | RevokePeer | PutAux) and isinstance(self._transport, SimTransport):
             self._check_done(self._transport, order)
+
+    def _connect_and_check(self, order: Connect) -> None:
+        error = ""
+        try:
+            super().handle(order)
+        except KVBatonError as raised:
+            error = str(raised)
+            raise
+        finally:
+            sessions = self._transport.open_sessions if isinstance(self._transport, SimTransport) else ()
+            if problem := self._watch.connected_problem(
+                order, error, sessions=sessions, routes=self._routes, unreachable=self._unreachable
+            ):
+                self._world.find("nothing kept", f"rank {self.rank}: {problem}")
 
     def _check_done(self, transport: SimTransport, order: Disconnect | RevokePeer | PutAux) -> None:
         problem = ""
@@ -465,13 +498,26 @@ class SimRank(RankAgent):
 
     def start(self, copy_id: CopyId, batch: Batch) -> Ticket:
         """Hand one batch of a copy to the transport."""
-        self._watch.offers += 1
         copy = self.copies.get(copy_id)
         if copy is not None and copy.state is not CopyState.OPEN and not self._reads_aux:
             self._world.find("nothing twice", f"rank {self.rank}: {copy_id} is {copy.state}, and more of it is posted")
         if isinstance(self._transport, SimTransport):
             self._transport.context = copy_id
-        return super().start(copy_id, batch)
+        try:
+            ticket = super().start(copy_id, batch)
+        except QueueFull:
+            self._watch.on_offer(batch.peer, is_taken=False)
+            raise
+        self._watch.on_offer(batch.peer, is_taken=True)
+        return ticket
+
+    def next_deadline(self) -> float | None:
+        """When it wants its next turn."""
+        deadline = super().next_deadline()
+        waiting = vars(self._backlog)["_peers"]
+        if waiting and (problem := self._watch.deadline_problem(deadline, [each.retry_at for each in waiting.values()])):
+            self._world.find("alarm", f"rank {self.rank}: {problem}")
+        return deadline
 
     def poll(self) -> None:
         """Take a turn."""
@@ -480,7 +526,8 @@ class SimRank(RankAgent):
             super().poll()
             return
         has_completed, waiting = transport.has_completed, len(self._backlog)
-        watch.offers = memory.summed = memory.largest = 0
+        watch.begin_turn(vars(self._backlog)["_peers"])
+        memory.summed = memory.largest = 0
         super().poll()
         offered = watch.offer_problem(has_completed=has_completed, waiting=(waiting, len(self._backlog)))
         if problem := offered or watch.turn_problem(memory.summed, memory.largest, self._summer.turn_bytes):

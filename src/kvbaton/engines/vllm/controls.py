@@ -6,9 +6,9 @@ layers of a draft model. `writes`, which moves nothing at all, is the transport'
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
+from kvbaton.agent.rank import ShareFilter, keep_all
 from kvbaton.core.layout import HeadRange
 from kvbaton.core.pair import PlaneShare, Share, common_heads
 from kvbaton.engines.vllm.tensors import InstanceCaches
@@ -20,10 +20,10 @@ DROPS = ("writes", "heads", "layers", "state", "draft")
 """What can be left out."""
 
 
-def share_filter(drop: str, caches: InstanceCaches) -> Callable[[Share], Share] | None:
-    """What is left of the share of a leg; None where all of it is. Raises ConfigError for what the model does not have."""
+def share_filter(drop: str, caches: InstanceCaches) -> ShareFilter:
+    """What is left of the share of a leg. Raises ConfigError for what the model does not have."""
     if drop in ("", "writes"):
-        return None
+        return keep_all
     groups = caches.layouts[0].groups
     states = frozenset(place for place, group in enumerate(groups) if group.is_state)
     others = frozenset(range(len(groups))) - states - caches.drafts

@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -196,9 +197,10 @@ class WorkerInstance:
         )
 
     def _controls(self) -> RankControls:
-        layout = self.caches.layouts[self._rank]
-        poison = partial(self._cache.poison, layout) if self._settings.poison else None
-        return RankControls(poison, share_filter(self._settings.drop, self.caches))
+        controls = RankControls(keep=share_filter(self._settings.drop, self.caches))
+        if not self._settings.poison:
+            return controls
+        return replace(controls, poison=partial(self._cache.poison, self.caches.layouts[self._rank]))
 
     def _make_announcer(self, model: ModelIdentity, role: Role) -> LateAnnouncer | None:
         """Every data-parallel engine registers itself: it has an incarnation, an address and hand-offs of its own."""
