@@ -764,8 +764,7 @@ class TargetSide:
             record.source_blocks = announced.blocks
         for span in new:
             record.unmoved[span.number] = record.spans[span.number] = span
-        if record.executor is Executor.SOURCE_WRITES:
-            self.renew_cap(record)
+        self.renew_cap(record)
         self.step(record, TargetEvent.ANNOUNCED)
         self._refuse_surplus(record)
         self._settle(record)
@@ -892,9 +891,7 @@ class TargetSide:
 
     def on_over(self, sender: Incarnation, over: Over) -> None:
         """The source has ended and is quiet, but for what it has sent and given up: that is fenced first, where we can."""
-        record = self._answered(sender, over.key, over.grant)
-        if record is None and not over.grant:
-            record = self._unanswered(sender, over.key)
+        record = self._answered(sender, over.key, over.grant) if over.grant else self._unanswered(sender, over.key)
         if record is None:
             self.late_total["over"] += 1
             return
@@ -966,7 +963,7 @@ class TargetSide:
         if report.copy.generation != record.generation:
             return
         moved = record.moved.setdefault(report.rank, set())
-        new = report.spans if moved.isdisjoint(report.spans) else [span for span in report.spans if span not in moved]
+        new = [span for span in report.spans if span not in moved]
         if new:
             moved.update(new)
             record.bytes_planned += report.bytes_planned

@@ -1210,7 +1210,12 @@ class SimInstance:
             case CopyStopped() | CopyFailed() as over:
                 self.source_watch.on_report(over)
                 live: list[SourceRecord | TargetRecord] = [*self.coordinator.source.live.values(), *target.live.values()]
+                failed = [record for record in live if record.open_copies.get(over.rank) == over.copy]
                 self._handle_report(reports)
+                in_hand = (self.coordinator.source.live.get(over.copy.key), target.live.get(over.copy.key))
+                for each in failed if isinstance(over, CopyFailed) else ():
+                    if each in in_hand and each.state not in _ENDING:
+                        self._find("taken", f"{each.key} is {each.state}, and does not end: {over}")
                 if any(record.open_copies.get(over.rank) == over.copy for record in live):
                     self.cluster.world.find("taken", f"{self.process.name}: {over}, and the copy counts as open")
             case SpansMoved() | SpansPlanned() | SpansSummed() | Arrived() as report:
@@ -1218,6 +1223,10 @@ class SimInstance:
                 self.target_watch.reported(copy)
                 records = (self.coordinator.source.live.get(copy.key), target.live.get(copy.key))
                 others = [record for record in records if record is not None and not _may_count(report, record)]
+                ending = records[1] if records[1] is not None and records[1].state in _ENDING else None
+                if ending is not None and isinstance(report, SpansSummed) and _may_count(report, ending):
+                    others.append(ending)
+                unsummed = 0 if ending is None else sum(map(len, ending.unsummed.values()))
                 places = list(map(_counted, others)) if others else []
                 record = records[1]
                 is_ours = record is not None and record.copy == copy and record.open_copies.get(report.rank) == copy
@@ -1226,6 +1235,8 @@ class SimInstance:
                     self.cluster.world.find("counted", f"{self.process.name}: {report}: {problem}")
                 if isinstance(report, Arrived) and (problem := self.target_watch.counted_problem(report)):
                     self.cluster.world.find("counted", f"{self.process.name}: {problem}")
+                if ending is not None and sum(map(len, ending.unsummed.values())) > unsummed:
+                    self._find("nothing twice", f"{ending.key} is {ending.state}, and is to be summed: {report}")
                 if others and list(map(_counted, others)) != places:
                     self.cluster.world.find("left alone", f"{self.process.name}: a report of {copy} counts for another one")
             case report:
@@ -1318,7 +1329,8 @@ class SimInstance:
         """The next turn comes no later than anything that has to be done in it: alarms, heartbeats, and a look at the dead."""
         coordinator, turn = self.coordinator, math.inf if deadline is None else deadline
         source, target = coordinator.source, coordinator.target
-        for due in (source.next_deadline(), target.next_deadline()):
+        parts = vars(target)["_timers"], target.decline_notices, target.card_requests
+        for due in (source.next_deadline(), *(part.next_deadline() for part in parts)):
             if due is not None and due < turn - _SMALL_S:
                 self.cluster.world.find("alarm", f"{self.process.name}: its next turn is at {turn}, and an alarm at {due}")
         waited_for = vars(target.decline_notices)["_waiting"], vars(target.card_requests)["_dialled"], self.unanswered

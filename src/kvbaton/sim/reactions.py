@@ -15,7 +15,7 @@ from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.source import SourceRecord
 from kvbaton.agent.target import TargetRecord
 from kvbaton.core.addresses import ControlAddress
-from kvbaton.core.grants import GrantWindows, next_sequence
+from kvbaton.core.grants import REACH, GrantWindows, next_sequence
 from kvbaton.core.handoff import (
     AuxChannel,
     Executor,
@@ -27,7 +27,7 @@ from kvbaton.core.handoff import (
     TransferId,
     key_problem,
 )
-from kvbaton.core.lifecycle import SourceState, TargetState
+from kvbaton.core.lifecycle import SourceState, TargetEvent, TargetState
 from kvbaton.core.messages import (
     MAX_NUMBER,
     Announced,
@@ -54,8 +54,14 @@ __all__ = ["Reactions", "source_place", "target_place"]
 _CLOSING = frozenset({TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED})
 _UNANSWERED = frozenset({TargetState.QUEUED, TargetState.HANDSHAKING, TargetState.GRANTED})
 _RENEWED = frozenset({TargetState.GRANTED, TargetState.FILLING})
+_OVERDUE = _CLOSING | {TargetState.CLEARING, TargetState.CONFIRMING}
+"""Where our ranks or an answer are waited for, and a sign of life of the source is neither."""
+
 _EARLY = frozenset({SourceState.PARKED, SourceState.QUEUED, SourceState.HELD})
 _SMALL_S = 1e-6
+
+_MOST_STALE = 8
+"""How many numbers in a row a source may refuse."""
 
 NEEDLESS = "no needless message"
 
@@ -109,6 +115,11 @@ def _stands(record: TargetRecord) -> tuple[object, ...]:
     moved = sum(map(len, record.moved.values()))
     counts = (moved, len(record.sums), record.arrived_bytes)
     return record.state, record.generation, record.span_count is None, *counts, record.aux is None
+
+
+def _is_proof(refused: Refused, sequence: int) -> bool:
+    """Whether a source that refuses number `sequence` cannot have taken it."""
+    return not refused.stale or refused.sequence > 0 or sequence > refused.used_up_to + REACH
 
 
 class Reactions:
@@ -540,11 +551,14 @@ class Reactions:
         others: list[Check] = []
         over: list[HandoffKey] = []
         renewed: list[TargetRecord] = []
-        now = self._clock()
+        kept: list[tuple[TargetRecord, float]] = []
+        now, late, ending = self._clock(), self._target.late_total[TargetEvent.PEER_ALIVE], 0
         for key, grant in beat.live:
             record = self._target.live.get(key)
             if record is not None and record.source == sender and grant == record.grant:
                 renewed += [record] if record.state in _RENEWED else []
+                kept += [(record, record.give_up_at)] if record.state in _OVERDUE else []
+                ending += record.state in _CLOSING
                 continue
             others += [] if record is None else [self._unchanged(key, beat)]
             is_meant = record is not None and record.source == sender and not grant
@@ -560,6 +574,11 @@ class Reactions:
             for record in renewed:
                 if record.give_up_at < until - _SMALL_S:
                     return TAKEN, f"{record.key}: the deadline is not renewed by {beat}"
+            for record, give_up_at in kept:
+                if record.give_up_at != give_up_at:
+                    return LEFT_ALONE, f"{record.key} is {record.state}, and the deadline is renewed by {beat}"
+            if self._target.late_total[TargetEvent.PEER_ALIVE] - late < ending:
+                return "counted", f"{ending} that are ending are listed, and not counted as late: {beat}"
             return next(filter(None, (each(sent) for each in others)), None)
 
         return check
@@ -581,14 +600,24 @@ class Reactions:
         last = vars(self._target)["_last_sequence"].get(sender, 0)
         is_number = isinstance(message, Refused) and message.stale
         is_number = is_number and next_sequence(last, getattr(message, "used_up_to", 0)) <= MAX_NUMBER
-        stands, is_new, is_first = _stands(record), record.span_count is None, not record.stale_grants
+        stands, is_new = _stands(record), record.span_count is None
+        # Up to so many grants are refused before it is given up. Where the source writes, it has to name the number that it
+        # refuses, unless it cannot have taken that: else the true one may be written to, and no other is made.
+        is_about = is_reading or (isinstance(message, Refused) and _is_proof(message, record.sequence))
+        is_number = is_number and is_about and state is TargetState.GRANTED and record.stale_grants < _MOST_STALE
+        is_fenced = isinstance(message, Over | Stopped) and message.may_land and not is_reading
+        is_fenced = is_fenced and vars(self._target)["_ranks"].fences_writers
         generation, blocks, give_up_at = record.generation, sum(map(len, record.source_blocks)), record.give_up_at
 
         def check(sent: list[Message]) -> Broken:
             is_live = self._target.live.get(key) is record
-            if is_number and is_reading and state is TargetState.GRANTED and is_first and not _has(sent, Grant, key):
+            if is_number and not _has(sent, Grant, key):
                 return TAKEN, f"a number was refused, and no other is taken: {message}"
+            if is_fenced and not is_live:
+                return LEFT_ALONE, f"what may still land was not waited for: {message}"
             if not is_live or (record.state in _CLOSING and state not in _CLOSING):
+                if is_live and isinstance(message, Refused) and is_about and not is_reading and not record.peer_is_quiet:
+                    return TAKEN, f"it is waited for a source that has refused the grant: {message}"
                 return None
             if _stands(record) == stands and record.give_up_at != give_up_at:
                 return LEFT_ALONE, f"nothing has moved, and the deadline is renewed by {message}"
@@ -623,9 +652,8 @@ class Reactions:
                     is_taken = record.peer_is_quiet or is_unproven or (message.stale and record.grant != message.grant)
                 case Over() | Stopped():
                     # What may still land is fenced, where that can be, and not waited for.
-                    is_fenced = message.may_land and not is_reading and vars(self._target)["_ranks"].fences_writers
                     is_quiet = record.state is not TargetState.STOPPING if is_fenced else record.peer_is_quiet
-                    is_taken = is_quiet or message.grant != record.grant or state not in _CLOSING
+                    is_taken = state in _CLOSING and (is_quiet or message.grant != record.grant)
             is_taken = is_taken or (state in _CLOSING and not isinstance(message, Refused | Over | Stopped))
             return None if is_taken else (TAKEN, f"{state}: {message} has no effect")
 

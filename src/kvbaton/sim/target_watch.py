@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from functools import partial
 
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.rank_orders import (
@@ -24,7 +25,7 @@ from kvbaton.agent.target import TargetRecord
 from kvbaton.config import Limits
 from kvbaton.core.handoff import AuxChannel, Executor, HandoffKey, Incarnation
 from kvbaton.core.lifecycle import TargetState
-from kvbaton.core.messages import MAX_NUMBER, Announced, Grant, Message, Prefilled, Refused, Retracted, Stop
+from kvbaton.core.messages import MAX_NUMBER, Announced, Grant, Message, Over, Prefilled, Refused, Retracted, Stop, Stopped
 from kvbaton.core.timeline import Note, Side, Stage
 
 __all__ = ["TargetWatch"]
@@ -54,6 +55,13 @@ class TargetWatch:
         self._last_sequence: dict[str, int] = {}
         self._used_up_to: defaultdict[str, set[int]] = defaultdict(set)
         """By source: the last number in sequence that it was sent, and those that it named as used when it refused one."""
+        self._refused_up_to: dict[str, int] = {}
+        """By source: the last number that it named as used when it refused the one in hand."""
+        self._may_land: set[HandoffKey] = set()
+        """What a source has stated of, under any grant, that bytes may still be on their way."""
+        self._lost: set[Incarnation] = set()
+        """Sources that just turned out to be gone."""
+        vars(coordinator.target).update(on_peer_gone=partial(self._gone, coordinator.target.on_peer_gone))
         self._moved: list[Note] = []
         """What was noted as moved since this was last looked at."""
         self._retracted: list[Note] = []
@@ -82,8 +90,18 @@ class TargetWatch:
         """A message has arrived."""
         if isinstance(message, Refused) and message.stale:
             self._used_up_to[source].add(message.used_up_to)
+            record = None if message.key is None else self._target.current(source, message.key, message.grant)
+            if record is not None and record.state is TargetState.GRANTED and message.sequence in (0, record.sequence):
+                self._refused_up_to[source] = message.used_up_to
         elif isinstance(message, Announced | Prefilled | Retracted):
             self._generations[message.key, message.grant].add(message.generation)
+        elif isinstance(message, Over | Stopped) and message.may_land:
+            self._may_land.add(message.key)
+
+    def _gone(self, call: Callable[[Incarnation, str], None], source: Incarnation, reason: str) -> None:
+        self._lost.add(source)
+        call(source, reason)
+        self._lost.discard(source)
 
     def reported(self, copy: CopyId) -> None:
         """A rank has reported something: that may be the first that is known of a generation."""
@@ -134,12 +152,19 @@ class TargetWatch:
         if grant.sequence > MAX_NUMBER:
             return f"there is no such number: {grant}"
         last, self._last_sequence[source] = self._last_sequence.get(source, 0), grant.sequence
+        if grant.sequence <= self._refused_up_to.get(source, 0) < MAX_NUMBER and not self._is_forgetful:
+            return f"the source has refused all numbers up to {self._refused_up_to[source]}: {grant}"
         is_next = grant.sequence == last + 1 or grant.sequence - 1 in self._used_up_to[source]
         return "" if is_next or self._is_forgetful else f"the last number was {last}: {grant}"
 
     def order_problem(self, order: RankOrder) -> str:
         """What is wrong with an order to a rank."""
         if isinstance(order, ReadAux):
+            record = self._target.live.get(order.copy.key)
+            area = None if record is None else record.source_area
+            slots = () if area is None else range(area.offset, area.offset + area.slots * area.slot_bytes, area.slot_bytes)
+            if order.offset not in slots:
+                return f"that is no slot of {area}: {order}"
             grant = self._granted.get((order.copy.key, order.copy.grant))
             if grant is not None and grant.aux_channel is AuxChannel.CONTROL:
                 return f"the aux record comes in a message: {order}"
@@ -152,8 +177,14 @@ class TargetWatch:
         of_source = (each for each in self._target.live.values() if each.source == order.incarnation)
         revoking = [each for each in of_source if each.state is TargetState.REVOKING]
         late_at = self._clock() - self._limits.stop_timeout + _SMALL_S
-        is_due = any(not each.peer_is_quiet or self._stopped_at[each.key, each.grant] <= late_at for each in revoking)
-        return "" if is_due else f"the source is quiet, and was asked to stop just now: {order}"
+        is_due = any(self._stopped_at[each.key, each.grant] <= late_at for each in revoking)
+        is_lost = any(
+            each.executor is Executor.SOURCE_WRITES
+            and not each.peer_is_quiet
+            and (each.key in self._may_land or order.incarnation in self._lost)
+            for each in revoking
+        )
+        return "" if is_due or is_lost else f"the source is quiet, or was asked to stop just now: {order}"
 
     def _moving_problem(self, order: MoveSpans) -> str:
         """The time on the wire is counted from when something began to be moved until nothing is."""
@@ -182,6 +213,10 @@ class TargetWatch:
         if not is_counting or record is None or record.state not in _FILLING:
             return ""
         counted, arrived = record.arrived_bytes, self._arrived[report.copy]
+        if record.arrivals.get(report.rank) != self._numbers[report.rank]:
+            return f"it would count again: {report}"
+        if record.give_up_at < self._clock() + self._limits.transfer_timeout - _SMALL_S:
+            return f"bytes have come, and that is no progress: {report}"
         return "" if counted == arrived else f"{counted} bytes are counted, and {arrived} have come: {report}"
 
     def moved_problem(self, report: SpansMoved, is_counted: bool) -> str:
