@@ -1210,12 +1210,12 @@ class SimInstance:
             case CopyStopped() | CopyFailed() as over:
                 self.source_watch.on_report(over)
                 live: list[SourceRecord | TargetRecord] = [*self.coordinator.source.live.values(), *target.live.values()]
-                failed = [record for record in live if record.open_copies.get(over.rank) == over.copy]
+                failed = target.live.get(over.copy.key) if isinstance(over, CopyFailed) else None
+                if failed is not None and failed.open_copies.get(over.rank) != over.copy:
+                    failed = None
                 self._handle_report(reports)
-                in_hand = (self.coordinator.source.live.get(over.copy.key), target.live.get(over.copy.key))
-                for each in failed if isinstance(over, CopyFailed) else ():
-                    if each in in_hand and each.state not in _ENDING:
-                        self._find("taken", f"{each.key} is {each.state}, and does not end: {over}")
+                if failed is not None and failed.state in _WAITING and target.live.get(failed.key) is failed:
+                    self._find("taken", f"{failed.key} is {failed.state}, and does not end: {over}")
                 if any(record.open_copies.get(over.rank) == over.copy for record in live):
                     self.cluster.world.find("taken", f"{self.process.name}: {over}, and the copy counts as open")
             case SpansMoved() | SpansPlanned() | SpansSummed() | Arrived() as report:
