@@ -3,7 +3,7 @@ whether it has accepted the grant at all, or how the aux record travels.
 
 A release with a fault in it, or memory that has gone bad. Its target cannot know which of two statements is true: it takes none
 of them, and the hand-off ends by name, with nothing delivered that is not whole. All other hand-offs go on. Only a pointer that
-leads elsewhere is made up for: the aux record is asked for in a message.
+leads elsewhere is made up for: the aux record is asked for in a message. And what answers nothing that was asked is ignored.
 """
 
 from __future__ import annotations
@@ -13,10 +13,21 @@ import enum
 from msgspec import structs
 
 from kvbaton.core.aux_area import AuxPointer
-from kvbaton.core.handoff import Span
-from kvbaton.core.messages import MAX_NUMBER, Announced, AuxSent, Confirmed, Message, Prefilled, Refused, Retracted
+from kvbaton.core.handoff import Outcome, Span
+from kvbaton.core.messages import (
+    MAX_NUMBER,
+    Announced,
+    AuxSent,
+    Confirmed,
+    Message,
+    Over,
+    Prefilled,
+    Refused,
+    Retracted,
+    Stopped,
+)
 
-__all__ = ["TAKEN_BACK", "Contradiction", "contradict"]
+__all__ = ["IGNORED", "OUT_OF_TURN", "TAKEN_BACK", "Contradiction", "contradict"]
 
 
 class Contradiction(enum.IntEnum):
@@ -35,10 +46,20 @@ class Contradiction(enum.IntEnum):
     POINTER = 10
     ELSEWHERE = 11
     REFUSED_UP_TO_THE_LAST = 12
+    CONFIRMED_EARLY = 13
+    STOPPED_EARLY = 14
+    NO_AUX = 15
+    OVER_BEFORE_THE_GRANT = 16
 
 
-TAKEN_BACK = tuple(kind for kind in Contradiction if kind >= Contradiction.NOT_CONFIRMED)
+TAKEN_BACK = tuple(kind for kind in Contradiction if Contradiction.NOT_CONFIRMED <= kind < Contradiction.CONFIRMED_EARLY)
 """What a source states, and then does not stand by; or never should have stated."""
+
+OUT_OF_TURN = tuple(kind for kind in Contradiction if kind >= Contradiction.CONFIRMED_EARLY)
+"""Answers that come when their target has not asked yet, or without what they are sent for."""
+
+IGNORED = frozenset({Contradiction.CONFIRMED_EARLY, Contradiction.STOPPED_EARLY})
+"""Of these: what has to change nothing."""
 
 
 def _refuse(message: Announced | Prefilled, used_up_to: int = 0) -> Refused:
@@ -82,5 +103,14 @@ def contradict(message: Message, kind: Contradiction, aux_offset: int) -> tuple[
             return (structs.replace(message, aux=None, pointer=AuxPointer(aux_offset, 1, 0)),)
         case Contradiction.ELSEWHERE, AuxSent() if message.pointer is not None:
             return (structs.replace(message, pointer=structs.replace(message.pointer, offset=message.pointer.offset + 1)),)
+        case Contradiction.CONFIRMED_EARLY, Prefilled():
+            early = Confirmed(message.key, message.grant, message.generation, message.span_count)
+            return early, message, early
+        case Contradiction.STOPPED_EARLY, Announced():
+            return message, Stopped(message.key, message.grant)
+        case Contradiction.NO_AUX, AuxSent():
+            return (structs.replace(message, aux=None, pointer=None),)
+        case Contradiction.OVER_BEFORE_THE_GRANT, Announced():
+            return (Over(message.key, 0, Outcome.FAILED, "it has ended before it was granted"),)
         case _:
             return (message,)

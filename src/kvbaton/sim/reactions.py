@@ -640,7 +640,8 @@ class Reactions:
                         is_taken = is_taken and record.is_confirmed
                 case AuxSent():
                     has_aux = record.aux is not None or record.aux_pointer is not None
-                    is_taken = has_aux or is_by_message or _has(sent, Grant, key)
+                    is_empty = message.aux is None and message.pointer is None
+                    is_taken = has_aux or is_by_message or is_empty or _has(sent, Grant, key)
                 case Retracted():
                     is_taken = record.generation >= message.generation
                 case Confirmed():

@@ -15,17 +15,19 @@ from msgspec import structs
 
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import Allocation, EngineEvent, Offer, SourceEnded, SourceRequest, TargetEnded
-from kvbaton.agent.rank_orders import Arrived, CopyId, SpansMoved
+from kvbaton.agent.rank_orders import Arrived, CopyId, SpansMoved, SpansSummed
 from kvbaton.agent.source import SourceRecord
 from kvbaton.agent.target import TargetRecord
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.handoff import MAX_TRANSFER_ID, Aux, HandoffKey, Incarnation, Outcome, Span, TransferId
 from kvbaton.core.lifecycle import SourceState
+from kvbaton.core.messages import MAX_NUMBER
 from kvbaton.core.timeline import Side
 from kvbaton.sim.reactions import source_place, target_place
 
 __all__ = ["StrayCalls"]
 
+_ELSEWHERE = 1000
 _UNKNOWN = HandoffKey(TransferId("unknown"))
 _COPY = CopyId(_UNKNOWN, 1, 1)
 _BAD_IDS = tuple(map(TransferId, ("", "x" * (MAX_TRANSFER_ID + 1))))
@@ -152,7 +154,30 @@ class StrayCalls:
         if record.allocation is None or problem:
             return problem
         again = Allocation(request, record.allocation.blocks, record.allocation.tokens, record.allocation.cached_tokens)
-        return self._unanswered(lambda: coordinator.allocated(again), "target", "allocated")
+        problem = self._unanswered(lambda: coordinator.allocated(again), "target", "allocated")
+        return problem or self._reported_again(record)
+
+    def _reported_again(self, record: TargetRecord) -> str:
+        """A rank reports what it has reported before, or what is not asked of it: nothing counts twice."""
+        coordinator, copy, source = self._coordinator, record.copy, record.source
+        if not record.grant or source is None:
+            return ""
+        of_another = SpansMoved(structs.replace(copy, grant=copy.grant + _ELSEWHERE), 0, (0,), 1, 1)
+        number = record.arrivals.get(0, 0) if record.counts_arrivals else MAX_NUMBER
+        arrived = Arrived(copy, source, 0, number, 1)
+        summed = SpansSummed(copy, Side.TARGET, 0, {MAX_NUMBER: ((0, 0),)})
+        problems = [
+            self._unanswered(lambda: coordinator.on_rank(of_another), "target", "copy"),
+            self._unanswered(lambda: coordinator.on_rank(arrived), "target", "arrived"),
+            self._unanswered(lambda: coordinator.on_rank(summed), "target", "summed"),
+        ]
+        for rank, spans in tuple(record.moved.items()):
+            if spans and record.open_copies.get(rank) == copy:
+                before = (record.bytes_planned, record.bytes_moved, record.on_wire, record.give_up_at)
+                coordinator.on_rank(SpansMoved(copy, rank, (min(spans),), 1, 1))
+                after = (record.bytes_planned, record.bytes_moved, record.on_wire, record.give_up_at)
+                problems += [] if after == before else [f"span {min(spans)} is moved twice: {before} became {after}"]
+        return next(filter(None, problems), "")
 
     def _contradict(self, records: list[SourceRecord]) -> str:
         """Contradict what was reported of a cache: it has more spans than were offered, or fewer."""
