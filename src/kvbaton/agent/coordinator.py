@@ -120,7 +120,6 @@ class Peers:
             if before is None or before.incarnation != card.incarnation:
                 self._at[address] = _Resident(card.incarnation, asked)
         self._cards[card.incarnation] = card
-        self._cards.move_to_end(card.incarnation)
         if before is None or before.incarnation == card.incarnation:
             return None
         # Two processes cannot listen at one address: the one that answered there before is dead, or gets nothing sent any more.
@@ -183,7 +182,6 @@ class Coordinator:
         self._peer_fences: BoundedMap[Incarnation, dict[int, int]] = BoundedMap(_MAX_FENCED)
         """The latest epoch in which each rank has fenced a peer. Kept: a peer may be fenced again before every rank has."""
         self._region_epochs: dict[int, int] = {}
-        self._region_epoch = 0
         aux, sum_size = card.ranks[0].aux, size_worth_summing(rank.layout for rank in card.ranks)
         self.source = self.source_side(len(card.ranks), limits, clock, control, ranks, engine, observe, aux, sum_size)
         self.target = self.target_side(card, transport, limits, clock, control, ranks, engine, settings, observe)
@@ -344,10 +342,7 @@ class Coordinator:
 
     def _on_region_fenced(self, report: RegionFenced) -> None:
         self._region_epochs[report.rank] = max(report.epoch, self._region_epochs.get(report.rank, 0))
-        epoch = min(self._region_epochs.get(rank.rank, 0) for rank in self.card.ranks)
-        if epoch > self._region_epoch:
-            self._region_epoch = epoch
-            self.target.on_region_fenced(epoch)
+        self.target.on_region_fenced(min(self._region_epochs.get(rank.rank, 0) for rank in self.card.ranks))
 
     # Time.
 

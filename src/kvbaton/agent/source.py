@@ -714,7 +714,7 @@ class SourceSide:
             elif record is not None and record.grant is None:
                 # Another target had claimed it, by the transfer id alone. While one of them waits, it lives on.
                 self.extend_lease(record, heartbeat.step_age_s)
-            elif record is None and self._declined.withdraw(key):
+            elif self._declined.withdraw(key):
                 # The engine has not asked for it yet; how an earlier hand-off of this key ended is no answer to this one.
                 continue
             elif record is None and (end := self._end_of(sender, key, grant)) is not None:
@@ -770,7 +770,7 @@ class SourceSide:
     def on_summed_spans(self, report: SpansSummed) -> None:
         """A rank has summed spans of one copy; without all sums nothing is confirmed."""
         record = self.live.get(report.copy.key)
-        if record is None or not record.summing or report.copy != record.copy:
+        if record is None or report.copy != record.copy:
             self.late_total["summed"] += 1
         elif report.error:
             self._end_by(record, SourceEvent.COPY_FAILED, Outcome.FAILED, report.error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -14,13 +15,19 @@ __all__ = ["watch_beats"]
 
 _CLOSING = frozenset({TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED})
 
+_SIGNS = 6
+"""How many signs of life of its source a target expects before it gives up."""
+
+_LEAST_S = 0.05
+_SMALL_S = 1e-6
+
 _Waiting = dict[Incarnation, list[tuple[HandoffKey, int]]]
 
 
 def watch_beats(coordinator: Coordinator, find: Callable[[str], None]) -> None:
     """From now on report each peer that waits for a sign of life, and would get none."""
     source, target = coordinator.source, coordinator.target
-    of_source, of_target = source.beat, target.beat
+    of_source, of_target, limits = source.beat, target.beat, vars(coordinator)["_limits"]
 
     def source_beat() -> dict[Incarnation, Heartbeat]:
         waiting: _Waiting = defaultdict(list)
@@ -28,6 +35,10 @@ def watch_beats(coordinator: Coordinator, find: Callable[[str], None]) -> None:
             is_due = record.state is not SourceState.PARKED or record.parked_at >= source.busy_since
             if record.target is not None and is_due and record.state is not SourceState.STOPPING and not record.is_released:
                 waiting[record.target].append((record.key, record.grant_number))
+        known = [vars(vars(coordinator)["_peers"])["_cards"].get(each.target) for each in source.live.values()]
+        needed_s = min((card.transfer_timeout / _SIGNS for card in known if card is not None), default=math.inf)
+        if coordinator.beat_interval_s < min(limits.beat_s, needed_s) - _SMALL_S and needed_s > _LEAST_S:
+            find(f"heartbeats are sent every {coordinator.beat_interval_s} s, and {needed_s} s are enough for all that wait")
         return looked_at(of_source(), waiting)
 
     def target_beat() -> dict[Incarnation, Heartbeat]:

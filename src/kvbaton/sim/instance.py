@@ -12,7 +12,7 @@ from typing import assert_never
 from msgspec import structs
 
 from kvbaton.agent.coordinator import Coordinator
-from kvbaton.agent.engine_port import EngineEvent, SourceEnded, TargetEnded
+from kvbaton.agent.engine_port import EngineEvent, SourceEnded, SourceRequest, TargetEnded
 from kvbaton.agent.ports import ControlSocketsPort
 from kvbaton.agent.rank import RankAgent
 from kvbaton.agent.rank_orders import (
@@ -82,6 +82,7 @@ from kvbaton.sim.memory import RankMemory, SimBlockPool, make_layout
 from kvbaton.sim.network import Network
 from kvbaton.sim.peer_watch import (
     HASTE,
+    CardWatch,
     DialWatch,
     NoticeWatch,
     QuestionWatch,
@@ -89,7 +90,10 @@ from kvbaton.sim.peer_watch import (
     address_problems,
     beat_problems,
     gone_problems,
+    source_problems,
     watch_dials,
+    watch_gone,
+    watch_ticks,
 )
 from kvbaton.sim.rank_processes import RankProcess, SimSocket, channel_on, socket_pair
 from kvbaton.sim.rank_watch import RankWatch
@@ -539,6 +543,7 @@ class SimInstance:
         self._waits = Waits(cluster.limits, self.local_now())
         self._fences = Fences(cluster.limits, self.local_now())
         self._received = Received()
+        self._card_watch = CardWatch(self.coordinator)
         self._dials = DialWatch(self.coordinator, cluster.limits)
         self._questions = QuestionWatch(self.coordinator, cluster.limits)
         self.source_watch = SourceWatch(
@@ -552,12 +557,15 @@ class SimInstance:
         vars(coordinator).update(
             expect_target=partial(self._expect_target, coordinator.expect_target),
             refuse=partial(self._refuse, coordinator.refuse),
+            expect_source=partial(self._expect_source, coordinator.expect_source),
         )
         self._engine_watch = EngineWatch(coordinator, self._sent, partial(self._find, "taken"))
         watch_windows(vars(coordinator.source)["_windows"], self._find)
         watch_effects(coordinator.target, self._find)
         watch_calls(coordinator.target, self._sent, self._find)
         watch_beats(coordinator, partial(self._find, "as set"))
+        watch_gone(coordinator, self._find)
+        watch_ticks(coordinator, self._find)
         watch_dials(coordinator.target, cluster.limits.retry, self.local_now, self._find)
         for side in (coordinator.source, coordinator.target, coordinator.target.decline_notices):
             watch_alarms(vars(side)["_timers"], partial(self._find, "alarm"))
@@ -700,6 +708,10 @@ class SimInstance:
         for watch in (self.source_watch, self.target_watch):
             if problem := watch.sent_problem(recipient, message):
                 self._find("as set", problem)
+        if isinstance(message, Heartbeat):
+            age_s = max(0.0, self.local_now() - self.coordinator.stepped_at)
+            if abs(message.step_age_s - age_s) > _SMALL_S:
+                self._find("as set", f"the engine took its last step {age_s} s ago: {message}")
         if isinstance(message, _QUESTIONS):
             self._questions.asked(message.key, self.local_now())
         if isinstance(message, Grant):
@@ -1209,6 +1221,9 @@ class SimInstance:
                     self.cluster.world.find("taken", f"{self.process.name}: the aux record of {copy} is in, and no progress")
             case CopyStopped() | CopyFailed() as over:
                 self.source_watch.on_report(over)
+                held = self.coordinator.source.live.get(over.copy.key)
+                is_released = held is not None and held.is_released and held.state is SourceState.SERVING
+                is_released = is_released and held is not None and held.open_copies.get(over.rank) == over.copy
                 live: list[SourceRecord | TargetRecord] = [*self.coordinator.source.live.values(), *target.live.values()]
                 failed = target.live.get(over.copy.key) if isinstance(over, CopyFailed) else None
                 if failed is not None and failed.open_copies.get(over.rank) != over.copy:
@@ -1218,6 +1233,8 @@ class SimInstance:
                     self._find("taken", f"{failed.key} is {failed.state}, and does not end: {over}")
                 if any(record.open_copies.get(over.rank) == over.copy for record in live):
                     self.cluster.world.find("taken", f"{self.process.name}: {over}, and the copy counts as open")
+                if is_released and held is not None and held.state not in (SourceState.SERVING, SourceState.DELIVERED):
+                    self._find("named end", f"it was released, and {over} makes it {held.state}")
             case SpansMoved() | SpansPlanned() | SpansSummed() | Arrived() as report:
                 copy = report.copy
                 self.target_watch.reported(copy)
@@ -1264,6 +1281,15 @@ class SimInstance:
         if problem := self._reactions.admitted(key, prompt, is_declined=not was_live and key not in live):
             self._find("taken", problem)
 
+    def _expect_source(self, call: Callable[[SourceRequest], None], request: SourceRequest) -> None:
+        call(request)
+        peers = vars(vars(self.coordinator)["_peers"])
+        resident = peers["_at"].get(request.source)
+        if resident is not None and self.is_gone(peers["_cards"][resident.incarnation].process):
+            named = request.source_incarnation
+            if named in (None, resident.incarnation):
+                self._find("taken", f"{resident.incarnation} is known to be dead, and counts as the one at {request.source}")
+
     def _refuse(self, call: Callable[[HandoffKey, str], None], key: HandoffKey, reason: str) -> None:
         """The engine refuses a request: what its target has granted, or will, ends."""
         live = self.coordinator.source.live
@@ -1299,8 +1325,10 @@ class SimInstance:
                 self._notices.settled(key)
             for problem in self._notices.problems(now, self.gone):
                 self._find("on time", problem)
-        for problem in address_problems(self.coordinator):
+        for problem in (*address_problems(self.coordinator), *self._card_watch.problems(self.gone)):
             self._find("nothing kept", problem)
+        for problem in source_problems(self.coordinator):
+            self._find("taken", problem)
         for problem in self._dials.problems(now, self.unanswered):
             self._find("on time", problem)
         for problem in self._questions.problems(now):

@@ -12,11 +12,12 @@ from kvbaton.config import Limits
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import Card
 from kvbaton.core.handoff import Executor, HandoffKey, Incarnation
-from kvbaton.core.lifecycle import SourceState, TargetState
+from kvbaton.core.lifecycle import SourceEvent, SourceState, TargetEvent, TargetState
 from kvbaton.sim.world import World
 
 __all__ = [
     "HASTE",
+    "CardWatch",
     "DialWatch",
     "NoticeWatch",
     "QuestionWatch",
@@ -24,7 +25,10 @@ __all__ = [
     "address_problems",
     "beat_problems",
     "gone_problems",
+    "source_problems",
     "watch_dials",
+    "watch_gone",
+    "watch_ticks",
 ]
 
 HASTE = 0.4
@@ -100,6 +104,71 @@ def gone_problems(coordinator: Coordinator, gone: Collection[Incarnation]) -> It
     for key, notice in vars(coordinator.target.decline_notices)["_waiting"].items():
         if notice.source in gone:
             yield f"{notice.source} is gone, and is to be notified about {key}"
+
+
+class CardWatch:
+    """Of every peer whose card is kept: the first one stays, it fits, and when that peer was first met at an address."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._peers = vars(vars(coordinator)["_peers"])
+        self._model = coordinator.card.fingerprint
+        self._cards: dict[Incarnation, Card] = {}
+        self._at: dict[ControlAddress, Any] = {}
+
+    def problems(self, gone: Collection[Incarnation]) -> Iterator[str]:
+        """Cards that are not the first ones, do not fit, or are of peers that are gone; addresses of later questions."""
+        cards, addresses = self._peers["_cards"], self._peers["_at"]
+        for incarnation, card in cards.items():
+            if self._cards.get(incarnation, card) is not card:
+                yield f"the card of {incarnation} is another one than the first"
+            if card.fingerprint != self._model:
+                yield f"{incarnation} serves another model, and its card is kept"
+            if incarnation in gone:
+                yield f"{incarnation} is gone, and its card is kept"
+        for address, resident in addresses.items():
+            before = self._at.get(address, resident)
+            if before.incarnation == resident.incarnation and before.asked != resident.asked:
+                yield f"{resident.incarnation} is at {address} since question {before.asked}, and not {resident.asked}"
+        self._cards, self._at = dict(cards), dict(addresses)
+
+
+def watch_gone(coordinator: Coordinator, find: Callable[[str, str], None]) -> None:
+    """From now on report each hand-off of another peer that ends with one that is gone."""
+    source = coordinator.source
+    call = source.on_peer_gone
+
+    def watched(target: Incarnation, reason: str) -> None:
+        others = [(record, record.state) for record in source.live.values() if record.target != target]
+        call(target, reason)
+        for record, state in others:
+            if record.state is not state:
+                find("left alone", f"{record.key} of {record.target} is {record.state}, because {target} is gone")
+
+    vars(source)["on_peer_gone"] = watched
+
+
+def watch_ticks(coordinator: Coordinator, find: Callable[[str, str], None]) -> None:
+    """From now on report each peer that is given up for its silence while frames wait to be read: it may be one of its own."""
+    source, target, tick = coordinator.source, coordinator.target, coordinator.tick
+
+    def given_up() -> int:
+        return source.failures_total[SourceEvent.LEASE_OUT] + target.failures_total[TargetEvent.NO_PROGRESS]
+
+    def watched(*, is_behind: bool = False) -> None:
+        before, rung = given_up(), sorted(vars(source)["_timers"].times.items())
+        tick(is_behind=is_behind)
+        if is_behind and (given_up() > before or sorted(vars(source)["_timers"].times.items()) != rung):
+            find("on time", "frames wait to be read, and alarms ring")
+
+    vars(coordinator)["tick"] = watched
+
+
+def source_problems(coordinator: Coordinator) -> Iterator[str]:
+    """Targets that wait for another source than their request names."""
+    for record in coordinator.target.live.values():
+        named = record.request.source_incarnation
+        if named is not None and record.source not in (None, named):
+            yield f"{record.key} is to come from {named}, and waits for {record.source}"
 
 
 def address_problems(coordinator: Coordinator) -> Iterator[str]:

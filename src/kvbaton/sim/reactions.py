@@ -252,7 +252,7 @@ class Reactions:
 
     def sent(self, recipient: str, message: Message) -> None:
         """Something is sent: it may be the answer that a grant waits for."""
-        if self._superseding and isinstance(message, Refused):
+        if self._superseding and isinstance(message, Refused | Over):
             self._superseding = [
                 (record, target, grant)
                 for record, target, grant in self._superseding
@@ -394,9 +394,12 @@ class Reactions:
         if record is None or not record.is_confirmed:
             return self._unchanged(release.key, release)
         is_serving = record.state is SourceState.SERVING
+        is_again, late = record.is_released, self._source.late_total["release"]
 
         def check(sent: list[Message]) -> Broken:
             del sent
+            if is_again and self._source.late_total["release"] == late:
+                return TAKEN, f"for the second time, and not counted as late: {release}"
             # One whose own copies were not acknowledged yet ends when they are.
             is_kept = is_serving and self._source.live.get(release.key) is record and not record.is_released
             return (TAKEN, f"still {record.state} after {release}") if is_kept else None

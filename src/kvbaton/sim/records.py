@@ -14,8 +14,9 @@ from kvbaton.agent.rank_orders import CopyId
 from kvbaton.agent.source import SourceRecord, SourceSide
 from kvbaton.agent.target import TargetRecord, TargetSide
 from kvbaton.config import Limits
+from kvbaton.core.checks import ONE_IN, span_size
 from kvbaton.core.handoff import Executor, Integrity, Outcome
-from kvbaton.core.lifecycle import SourceState, TargetState
+from kvbaton.core.lifecycle import SourceEvent, SourceState, TargetState
 
 __all__ = [
     "SOURCE_STAGES",
@@ -73,13 +74,15 @@ def count_problems(source: SourceSide, target: TargetSide, ranks: int) -> Iterat
     parked = quarantined = 0
     for record in source.live.values():
         parked += record.state is SourceState.PARKED
-        for problem in _source_problems(record, ranks):
+        for problem in _source_problems(record, ranks, source.sum_size):
             yield f"{record.key}, {record.state} source: {problem}"
     is_summed = target.compares_sums
     for target_record in target.live.values():
         quarantined += target_record.quarantined
         for problem in _target_problems(target_record, ranks, is_summed):
             yield f"{target_record.key}, {target_record.state} target: {problem}"
+    if source.late_total[SourceEvent.LEASE_OUT]:
+        yield "a lease has ended of what is ending anyhow"
     if parked != vars(source)["_parked"]:
         yield f"{parked} grants are parked, and {vars(source)['_parked']} are counted"
     if quarantined != target.quarantined_blocks:
@@ -90,7 +93,7 @@ def count_problems(source: SourceSide, target: TargetSide, ranks: int) -> Iterat
 # to be compared is built only where there is something to compare.
 
 
-def _source_problems(record: SourceRecord, ranks: int) -> Iterator[str]:
+def _source_problems(record: SourceRecord, ranks: int, sum_size: int) -> Iterator[str]:
     state, count, grant = record.state, len(record.spans), record.grant
     is_checked = grant is not None and grant.integrity is not Integrity.OFF
     announced, moving, summing = record.announced, record.moving, record.summing
@@ -102,6 +105,10 @@ def _source_problems(record: SourceRecord, ranks: int) -> Iterator[str]:
         least = count if is_checked and state is SourceState.SERVING else 0
         if not least <= summing <= (count if is_checked else 0):
             yield f"{summing} of {count} spans are being summed"
+        if is_checked and summing < count:
+            worth = sum_size * (ONE_IN if record.integrity is Integrity.SAMPLED else 1)
+            if (waiting := sum(map(span_size, record.spans[summing:]))) >= worth:
+                yield f"{waiting} is computed and not being summed, and {worth} is worth an order"
         if record.open_copies:
             copy = record.copy
             if any(each != copy for each in record.open_copies.values()):
@@ -113,6 +120,12 @@ def _source_problems(record: SourceRecord, ranks: int) -> Iterator[str]:
         numbers = {span.number for span in record.spans[:moving]}
         if any(not spans <= numbers for spans in record.moved.values()):
             yield f"{record.moved} are moved, of {sorted(numbers)}"
+    if record.planned or record.written_bytes:
+        numbers = {span.number for span in record.spans[:moving]}
+        if any(not spans <= numbers for spans in record.planned.values()):
+            yield f"{record.planned} are on their way, of {sorted(numbers)}"
+        if not any(record.planned.values()):
+            yield f"{record.written_bytes} bytes are on their way, and no span is"
     if record.sums:
         numbers = {span.number for span in record.spans[:summing]}
         if not {span for _, span in record.sums} <= numbers:
@@ -120,6 +133,8 @@ def _source_problems(record: SourceRecord, ranks: int) -> Iterator[str]:
     if record.blocks and not record.spans and state not in _EMPTYING:
         yield f"it holds blocks {record.blocks}, and nothing is in them"
     if state is not SourceState.STOPPING:
+        if record.superseded_by is not None:
+            yield f"it goes on, although its target has granted {record.superseded_by}"
         if (record.is_asked or record.is_confirmed) and state is not SourceState.SERVING:
             yield "it is asked about, or confirmed"
         if (grant is None) is not (state in _UNGRANTED):

@@ -481,6 +481,112 @@ def _stop_overtakes(rng: random.Random) -> Script:
     )
 
 
+def _offered_wrongly(rng: random.Random) -> Script:
+    """A prefill engine offers a cache while it reports spans that are not all of it: that hand-off fails by name."""
+    request = make_request(rng, Mode.PUSH, tokens=6, chunk=1, decode_delay_s=rng.choice((0.0, 0.3)))
+    script = make_stage(rng, writes=rng.random() < 0.5, request=request)
+    wrong = Fault(FaultKind.STRAY, rng.uniform(0.03, 0.11), who="p0", other="engine", is_whole=True)
+    return msgspec.structs.replace(script, faults=(wrong,), step_s=0.02, router_cancels=0.0)
+
+
+def _declined_by_the_other(rng: random.Random) -> Script:
+    """A router in doubt sends requests to two targets: one grants them, or will, and the other one declines them, or all of
+    their transfer id. What the first one has goes on, whether the source's own half of it has come or not.
+    """
+    late_s = rng.choice((0.0, 0.3))
+    requests = tuple(
+        make_request(
+            rng,
+            Mode.PUSH,
+            tokens=6,
+            chunk=1,
+            at_s=0.3 + 0.6 * number,
+            decode=0,
+            second_decode=1,
+            prefill_delay_s=late_s,
+        )
+        for number in range(2)
+    )
+    known = tuple(make_request(rng, Mode.PUSH, tokens=1, chunk=1, decode=number) for number in range(2))
+    script = make_stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    declined = tuple(
+        Fault(FaultKind.REFUSE, each.at_s - 0.05, who="d1", number=1, is_whole=number % 2 == 0)
+        for number, each in enumerate(requests)
+    )
+    slow = tuple(Fault(FaultKind.SLOW, each.at_s - 0.01, who="d1", other="p0", for_s=0.05, number=1) for each in requests)
+    return msgspec.structs.replace(
+        script, requests=(*known, *requests), faults=(*declined, *slow), decodes=2, step_s=0.02, move_s=0.01, router_cancels=0.0
+    )
+
+
+def _asked_before_its_grant(rng: random.Random) -> Script:
+    """A target queues for memory, and messages come in its name that it has no grant for; a prompt that it has not, too."""
+    first = make_request(rng, Mode.PUSH, tokens=4)
+    queued = make_request(rng, Mode.PUSH, tokens=4, at_s=0.05)
+    script = make_stage(rng, writes=rng.random() < 0.5, request=first)
+    strays = Fault(FaultKind.STRAY, 0.1, who="d0", number=40)
+    return msgspec.structs.replace(
+        script, requests=(first, queued), faults=(strays,), decode_blocks=4, decode_s=2.5, move_s=0.005
+    )
+
+
+def _given_up_on_the_way(rng: random.Random) -> Script:
+    """What a source writes is given up with bytes on their way: the link is down when it is preempted or cancelled."""
+    request = make_request(rng, Mode.PUSH, tokens=6, chunk=2, retries=1, retry_after_s=0.3, reuse_id=rng.random() < 0.5)
+    script = make_stage(rng, writes=True, request=request)
+    at_s = rng.uniform(0.05, 0.1)
+    severed = Fault(FaultKind.SEVER, at_s, who="p0", other="d0", for_s=0.6)
+    kind = rng.choice((FaultKind.PREEMPT, FaultKind.PREEMPT, FaultKind.CANCEL_SOURCE))
+    ended = Fault(kind, at_s + 0.05, who="p0", number=0)
+    return msgspec.structs.replace(
+        script,
+        faults=(severed, ended),
+        late_writes=LateWrites.REVOCABLE,
+        unfenced_writes=False,
+        layers=1,
+        step_s=0.07,
+        move_s=0.05,
+    )
+
+
+def _granted_while_stopping(rng: random.Random) -> Script:
+    """A write fails with bytes on their way, and its source cannot stop: a rank stands still. The target has it fenced, and
+    grants the same transfer id again before the source is quiet.
+    """
+    request = make_request(rng, Mode.PUSH, tokens=6, chunk=1, retries=2, retry_after_s=0.1, reuse_id=True)
+    script = make_stage(rng, writes=True, request=request)
+    at_s = rng.uniform(0.03, 0.1)
+    faults = (
+        Fault(FaultKind.COPY_FAILS, at_s, who="p0", number=0),
+        Fault(FaultKind.PAUSE_RANK, at_s, who="p0", for_s=6.0, number=1),
+        Fault(FaultKind.CANCEL_TARGET, at_s + 0.15, number=0),
+    )
+    return msgspec.structs.replace(
+        script,
+        faults=faults,
+        late_writes=LateWrites.REVOCABLE,
+        unfenced_writes=False,
+        one_host=False,
+        ranks=2,
+        step_s=0.05,
+        move_s=0.05,
+        rank_lag_s=0.001,
+        router_cancels=0.0,
+    )
+
+
+def _another_prompt_declined(rng: random.Random) -> Script:
+    """A target declines a prompt while its source has another one of the same transfer id, which that target has yet to get."""
+    known = make_request(rng, Mode.PUSH, tokens=1, chunk=1)
+    declined = make_request(rng, Mode.PUSH, tokens=3, at_s=0.4, prefill_delay_s=2.0)
+    other = make_request(rng, Mode.PUSH, tokens=6, chunk=1, at_s=0.35, steal_id=1, decode_delay_s=rng.choice((0.3, 0.6)))
+    script = make_stage(rng, writes=rng.random() < 0.5, request=known)
+    refused = Fault(FaultKind.REFUSE, 0.39, who="d0", number=1)
+    return msgspec.structs.replace(
+        script, requests=(known, declined, other), faults=(refused,), step_s=0.02, move_s=0.01, router_cancels=0.0
+    )
+
+
 SOURCES: tuple[Drill, ...] = (
     _computed_in_vain,
     _offered_whole,
@@ -510,5 +616,11 @@ SOURCES: tuple[Drill, ...] = (
     _sums_of_blocks,
     _wanted_in_the_end,
     _stop_overtakes,
+    _offered_wrongly,
+    _declined_by_the_other,
+    _asked_before_its_grant,
+    _given_up_on_the_way,
+    _granted_while_stopping,
+    _another_prompt_declined,
 )
 """Drills about what a source meets rarely."""

@@ -20,6 +20,7 @@ from kvbaton.agent.rank_orders import (
     DropSums,
     MoveSpans,
     OpenCopy,
+    PutAux,
     RankOrder,
     SumSpans,
     sums_by_leg,
@@ -27,7 +28,7 @@ from kvbaton.agent.rank_orders import (
 from kvbaton.agent.source import SourceRecord
 from kvbaton.agent.target import TargetRecord
 from kvbaton.config import Limits
-from kvbaton.core.aux_area import pack_aux
+from kvbaton.core.aux_area import AuxPointer, pack_aux, point_at
 from kvbaton.core.handoff import AuxChannel, HandoffKey, Outcome, Span
 from kvbaton.core.lifecycle import SourceState, TargetState
 from kvbaton.core.messages import Announced, AuxSent, Confirmed, Message, Over, Prefilled, Refused, Stopped
@@ -86,6 +87,8 @@ class SourceWatch:
         self._isolated: list[TargetRecord] = []
         self._may_land: set[tuple[str | None, HandoffKey, int]] = set()
         """Target, key and grant under which a copy of ours has ended with bytes on their way."""
+        self._put: dict[int, AuxPointer] = {}
+        """What lies in each slot of the area for aux records."""
         self._summed: dict[tuple[Side, HandoffKey, int], CopyId] = {}
         """Of every rank what it was last ordered to sum for a side of a hand-off, and not to drop."""
 
@@ -95,6 +98,8 @@ class SourceWatch:
             self._summed[order.side, order.copy.key, rank] = order.copy
         elif isinstance(order, DropSums):
             self._summed.pop((order.side, order.key, rank), None)
+        elif isinstance(order, PutAux):
+            self._put[order.offset] = point_at(order.offset, order.data)
 
     def on_report(self, report: CopyStopped | CopyFailed) -> None:
         """A copy has ended; what of it may land is stated with the end of its hand-off, unless that was delivered by then."""
@@ -177,6 +182,10 @@ class SourceWatch:
             return self._aux_problem(message)
         if isinstance(message, Over | Stopped) and (recipient, message.key, message.grant) in self._may_land:
             return "" if message.may_land else f"bytes of it may still land: {message}"
+        # A grant that came meanwhile ends with the one before it, and for the same reason.
+        is_alone = all(each[:2] != (recipient, getattr(message, "key", None)) for each in self._may_land)
+        if isinstance(message, Over | Stopped) and message.may_land and is_alone:
+            return f"nothing of it can land any more: {message}"
         if isinstance(message, Over) and message.key not in self._source.live:
             # What is live is ending now, and without a grant an earlier use of its key has the same number.
             end = vars(self._source)["_ended"].get((recipient, message.key, message.grant))
@@ -221,6 +230,8 @@ class SourceWatch:
     def _aux_problem(self, message: AuxSent) -> str:
         if (message.aux is None) is (message.pointer is None):
             return f"a record, and where it lies, or neither: {message}"
+        if message.pointer is not None and self._put.get(message.pointer.offset) != message.pointer:
+            return f"the record does not lie there: {message}"
         record = self._source.live.get(message.key)
         if message.aux is None or record is None or record.grant is None or record.grant_number != message.grant:
             return ""

@@ -10,12 +10,13 @@ import random
 from collections import deque
 from collections.abc import Callable, Sized
 from dataclasses import replace
+from functools import partial
 
 from msgspec import structs
 
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import Allocation, EngineEvent, Offer, SourceEnded, SourceRequest, TargetEnded
-from kvbaton.agent.rank_orders import Arrived, CopyId, SpansMoved, SpansSummed
+from kvbaton.agent.rank_orders import Arrived, CopyId, SpansMoved, SpansPlanned, SpansSummed
 from kvbaton.agent.source import SourceRecord
 from kvbaton.agent.target import TargetRecord
 from kvbaton.core.addresses import ControlAddress
@@ -103,6 +104,7 @@ class StrayCalls:
             # A rank may report about it, too, when the last thing that it had in flight has ended.
             self._unanswered(lambda: coordinator.on_rank(Arrived(_COPY, Incarnation("gone"), 0, 1, 1)), "target", "arrived"),
             self._unanswered(lambda: coordinator.on_rank(SpansMoved(_COPY, 0, (0,), 1, 1)), "target", "copy"),
+            self._unanswered(lambda: coordinator.on_rank(SpansPlanned(_COPY, 0, (0,), 1)), "source", "copy"),
         )
         return next(filter(None, problems), "")
 
@@ -133,15 +135,34 @@ class StrayCalls:
         return problem or self._unanswered(lambda: coordinator.decline(bad, "no room"), "target", "decline")
 
     def _expect_again(self, record: SourceRecord) -> str:
-        call = lambda: self._coordinator.expect_target(record.key, record.prompt)  # noqa: E731
-        return self._refused(call, SourceEnded, record.key)
+        for prompt in (record.prompt, f"not {record.prompt}"):
+            call = partial(self._coordinator.expect_target, record.key, prompt)
+            if problem := self._refused(call, SourceEnded, record.key):
+                return problem
+        return ""
 
     def _late(self, record: SourceRecord) -> str:
         """A refusal of what was admitted is no refusal any more; and what is cancelled as a target's is none of this side."""
-        problem = self._unanswered(lambda: self._coordinator.refuse(record.key, "no room"), "source", "")
+        problem = self._planned_late(record) or self._unanswered(
+            lambda: self._coordinator.refuse(record.key, "no room"), "source", ""
+        )
         if problem or record.key in self._coordinator.target.live:
             return problem
         return self._unanswered(lambda: self._coordinator.cancel(record.key, Side.TARGET), "source", "")
+
+    def _planned_late(self, record: SourceRecord) -> str:
+        """A report of what is void, or of no rank that moves it, comes late, or one that has counted comes again."""
+        on_rank, before = self._coordinator.on_rank, record.written_bytes
+        void = structs.replace(record.copy, generation=record.generation - 1)
+        for copy, rank in ((void, 0), (record.copy, len(self._coordinator.card.ranks))):
+            late = partial(on_rank, SpansPlanned(copy, rank, (0,), 1))
+            if problem := self._unanswered(late, "source", "copy"):
+                return problem
+        if record.written_bytes != before:
+            return f"{before} bytes became {record.written_bytes} by a late report"
+        for rank, numbers in record.planned.items():
+            on_rank(SpansPlanned(record.copy, rank, tuple(numbers), 1))
+        return "" if record.written_bytes == before else f"{before} bytes became {record.written_bytes} by the same report"
 
     def _fetch_again(self, record: TargetRecord) -> str:
         return self._refused(lambda: self._coordinator.expect_source(record.request), TargetEnded, record.key)

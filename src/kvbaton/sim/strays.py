@@ -73,10 +73,15 @@ def stray_of(message: Message, rng: random.Random) -> Message | None:
             return structs.replace(message, grant=message.grant + _ELSEWHERE)
 
 
-def asked_anyhow(message: Message, rng: random.Random) -> ConfirmAsk | None:
-    """What a target might ask although it cannot have read everything yet, or need not ask because the source writes."""
+def asked_anyhow(message: Message, rng: random.Random) -> ConfirmAsk | Release | None:
+    """What a target might ask although it cannot have read everything yet, or need not ask because the source writes; or that
+    it releases what is not confirmed.
+    """
     if isinstance(message, Announced | Prefilled | Confirmed) and message.grant:
-        generation = message.generation + rng.choice((-1, 0, 0, 1))
+        step = rng.choice((-1, 0, 0, 1, 2))
+        if step > 1:
+            return None if isinstance(message, Confirmed) else Release(message.key, message.grant)
+        generation = message.generation + step
         return ConfirmAsk(message.key, message.grant, generation) if generation > 0 else None
     return None
 
