@@ -187,6 +187,9 @@ class CardReactions:
         if is_meant:
             return "" if record.source == sender or is_over else f"{record.key} still waits for the card"
         if hello.answers is None or hello.answers > record.asked_before:
+            notice = self._notices.get(record.key)
+            if notice is not None and notice.request is record.request:
+                return f"{record.key} was for {record.request.source_incarnation}, which is gone, and is declined all the same"
             return "" if is_over else f"{record.key} waits for {record.request.source_incarnation}, which is gone"
         if is_over or record.source is not None:
             return f"{record.key} was for {record.request.source_incarnation}, and this card may be late"

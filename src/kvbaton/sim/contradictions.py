@@ -13,6 +13,7 @@ import enum
 from msgspec import structs
 
 from kvbaton.core.aux_area import AuxPointer
+from kvbaton.core.grants import REACH
 from kvbaton.core.handoff import Outcome, Span
 from kvbaton.core.messages import (
     MAX_NUMBER,
@@ -27,7 +28,7 @@ from kvbaton.core.messages import (
     Stopped,
 )
 
-__all__ = ["IGNORED", "OUT_OF_TURN", "TAKEN_BACK", "Contradiction", "contradict"]
+__all__ = ["OUT_OF_TURN", "TAKEN_BACK", "UNASKED", "Contradiction", "contradict"]
 
 
 class Contradiction(enum.IntEnum):
@@ -50,6 +51,7 @@ class Contradiction(enum.IntEnum):
     STOPPED_EARLY = 14
     NO_AUX = 15
     OVER_BEFORE_THE_GRANT = 16
+    REFUSED_WITHIN_REACH = 17
 
 
 TAKEN_BACK = tuple(kind for kind in Contradiction if Contradiction.NOT_CONFIRMED <= kind < Contradiction.CONFIRMED_EARLY)
@@ -58,7 +60,7 @@ TAKEN_BACK = tuple(kind for kind in Contradiction if Contradiction.NOT_CONFIRMED
 OUT_OF_TURN = tuple(kind for kind in Contradiction if kind >= Contradiction.CONFIRMED_EARLY)
 """Answers that come when their target has not asked yet, or without what they are sent for."""
 
-IGNORED = frozenset({Contradiction.CONFIRMED_EARLY, Contradiction.STOPPED_EARLY})
+UNASKED = (Contradiction.CONFIRMED_EARLY, Contradiction.STOPPED_EARLY)
 """Of these: what has to change nothing."""
 
 
@@ -97,6 +99,8 @@ def contradict(message: Message, kind: Contradiction, aux_offset: int) -> tuple[
             return (_refuse(message, MAX_NUMBER),)
         case Contradiction.REFUSED_UP_TO_THE_LAST, Announced():
             return (_refuse(message, MAX_NUMBER - 1),)
+        case Contradiction.REFUSED_WITHIN_REACH, Refused() if message.stale:
+            return (structs.replace(message, used_up_to=MAX_NUMBER - REACH),)
         case Contradiction.EMPTY_SPAN, Announced():
             return message, structs.replace(message, spans=(Span(MAX_NUMBER, 0, 0, 0, 1),))
         case Contradiction.POINTER, AuxSent() if message.aux is not None:

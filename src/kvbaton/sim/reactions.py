@@ -614,6 +614,8 @@ class Reactions:
 
         def check(sent: list[Message]) -> Broken:
             is_live = self._target.live.get(key) is record
+            if isinstance(message, Refused) and not is_about and _has(sent, Grant, key):
+                return LEFT_ALONE, f"its blocks are granted again, although the source may write there: {message}"
             if is_number and not _has(sent, Grant, key):
                 return TAKEN, f"a number was refused, and no other is taken: {message}"
             if is_fenced and not is_live:

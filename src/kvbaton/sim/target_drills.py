@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from msgspec import structs
 
 from kvbaton.core.handoff import AuxChannel, Integrity, Mode
-from kvbaton.sim.contradictions import IGNORED, OUT_OF_TURN, Contradiction
+from kvbaton.sim.contradictions import UNASKED, Contradiction
 from kvbaton.sim.drill_stage import Drill, make_request, make_stage
 from kvbaton.sim.engine_script import make_engine_script
 from kvbaton.sim.script import Fault, FaultKind, Script
 from kvbaton.transport.base import LateWrites
 
 __all__ = ["TARGETS"]
+
+_WRONG = (Contradiction.NO_AUX, Contradiction.ELSEWHERE, Contradiction.EMPTY_SPAN, Contradiction.OVER_BEFORE_THE_GRANT)
+_NUMBERED_WRONGLY = (
+    Contradiction.REFUSED_UP_TO_THE_LAST,
+    Contradiction.ELSEWHERE,  # of its aux records, which go in messages: this one is not disturbed
+    Contradiction.REFUSED_UP_TO_THE_LAST,
+    Contradiction.REFUSED_WITHIN_REACH,
+)
 
 
 def _cancelled_while_aux_is_read(rng: random.Random) -> Script:
@@ -55,23 +64,33 @@ def _preempted_before_the_grant(rng: random.Random) -> Script:
     return structs.replace(script, faults=(preempted,), step_s=0.02, move_s=0.005)
 
 
-def _source_answers_out_of_turn(rng: random.Random) -> Script:
-    """A source confirms before it is asked, or reports that it has stopped, and goes on; it sends an aux message without a
-    record, or ends what it has accepted as if it had never got the grant.
-    """
-    kind = rng.choice(OUT_OF_TURN)
-    # What a source that writes confirms counts without a question.
-    modes = (Mode.PULL,) if kind is Contradiction.CONFIRMED_EARLY else (Mode.PUSH, Mode.PUSH, Mode.PULL)
-    request = make_request(rng, rng.choice(modes), chunk=1, tokens=rng.randint(2, 4))
-    script = make_stage(rng, writes=rng.random() < 0.5, request=request)
-    wrong = Fault(FaultKind.STRAY, 0.0, who="p0", other="contradiction", number=int(kind), is_whole=kind not in IGNORED)
-    return structs.replace(
-        script,
-        faults=(wrong,),
-        integrity=rng.choice((Integrity.OFF, Integrity.FULL)),
-        aux_channel=AuxChannel.DATA if kind is Contradiction.NO_AUX else rng.choice(list(AuxChannel)),
-        move_s=0.02,
+def _one_after_the_other(script: Script, mode: Mode, kinds: Sequence[Contradiction], *, is_whole: bool) -> Script:
+    """The same script with a request for each of these contradictions of the source."""
+    first = structs.replace(script.requests[0], mode=mode)
+    requests = tuple(structs.replace(first, at_s=0.3 * number) for number in range(len(kinds)))
+    faults = tuple(
+        Fault(FaultKind.STRAY, max(0.0, each.at_s - 0.01), who="p0", other="contradiction", number=int(kind), is_whole=is_whole)
+        for each, kind in zip(requests, kinds, strict=True)
     )
+    return structs.replace(script, requests=requests, faults=faults, router_cancels=0.0)
+
+
+def _source_answers_unasked(rng: random.Random) -> Script:
+    """A source confirms before it is asked, or reports that it has stopped, and goes on: that changes nothing."""
+    request = make_request(rng, Mode.PULL, chunk=1, tokens=rng.randint(2, 4))
+    # What a source that writes confirms counts without a question: so it is read.
+    script = structs.replace(make_stage(rng, writes=rng.random() < 0.5, request=request), move_s=0.02, integrity=Integrity.FULL)
+    return _one_after_the_other(script, Mode.PULL, UNASKED, is_whole=False)
+
+
+def _source_answers_wrongly(rng: random.Random) -> Script:
+    """A source sends an aux message without a record, points at no record, announces a span of nothing, and ends what it has
+    accepted as if it had never got the grant.
+    """
+    request = make_request(rng, Mode.PUSH, chunk=1, tokens=rng.randint(2, 4))
+    script = make_stage(rng, writes=rng.random() < 0.3, request=request)
+    script = structs.replace(script, move_s=0.005, step_s=0.02, aux_channel=AuxChannel.DATA)
+    return _one_after_the_other(script, Mode.PUSH, rng.sample(_WRONG, len(_WRONG)), is_whole=True)
 
 
 def _bytes_may_land(rng: random.Random) -> Script:
@@ -86,27 +105,33 @@ def _bytes_may_land(rng: random.Random) -> Script:
 
 
 def _far_ahead(rng: random.Random) -> Script:
-    """A source once names the last number but one as used: it does not name what it refuses, and the next is far ahead."""
-    requests = tuple(make_request(rng, Mode.PUSH, chunk=1, tokens=2, at_s=0.3 * number) for number in range(2))
-    script = make_stage(rng, writes=True, request=requests[0])
-    kind = Contradiction.REFUSED_UP_TO_THE_LAST
-    faults = (
-        Fault(FaultKind.STRAY, 0.0, who="p0", other="release"),
-        Fault(FaultKind.STRAY, 0.0, who="p0", other="contradiction", number=int(kind), is_whole=True),
-        Fault(FaultKind.STRAY, 0.29, who="p0", other="contradiction", number=int(Contradiction.ELSEWHERE), is_whole=True),
-    )
-    return structs.replace(script, requests=requests, faults=faults, move_s=0.005, step_s=0.005, router_cancels=0.0)
+    """A source names the last number but one as used. It does not name what it refuses, and the next number is far ahead of
+    those that it has used, or as far as it can be.
+    """
+    request = make_request(rng, Mode.PUSH, chunk=1, tokens=2)
+    script = structs.replace(make_stage(rng, writes=True, request=request), move_s=0.005, step_s=0.005)
+    script = _one_after_the_other(script, Mode.PUSH, _NUMBERED_WRONGLY, is_whole=True)
+    release = Fault(FaultKind.STRAY, 0.0, who="p0", other="release")
+    return structs.replace(script, faults=(release, *script.faults))
 
 
 def _ranks_report_again(rng: random.Random) -> Script:
-    """While spans are moved or written, and summed, ranks report what they have reported, or what is not asked for."""
-    requests = tuple(make_request(rng, rng.choice(list(Mode)), chunk=1, at_s=0.01 * number) for number in range(2))
-    script = make_stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    """While spans are written, or read, and summed, ranks report what they have reported, or what is not asked for."""
+    requests = tuple(make_request(rng, mode, chunk=1, at_s=0.15 * number) for number, mode in enumerate((Mode.PUSH, Mode.PULL)))
+    script = make_stage(rng, writes=True, request=requests[0])
     faults = tuple(
-        Fault(FaultKind.STRAY, rng.uniform(0.02, 0.2), who="d0", other="engine", number=rng.choice((3, 5))) for _ in range(16)
+        Fault(FaultKind.STRAY, rng.uniform(0.02, 0.4), who="d0", other="engine", number=rng.choice((3, 5))) for _ in range(24)
     )
-    integrity = rng.choice((Integrity.OFF, Integrity.FULL))
-    return structs.replace(script, requests=requests, faults=faults, step_s=0.01, move_s=0.02, integrity=integrity)
+    return structs.replace(
+        script,
+        requests=requests,
+        faults=faults,
+        late_writes=LateWrites.REVOCABLE,
+        unfenced_writes=False,
+        step_s=0.01,
+        move_s=0.02,
+        integrity=rng.choice((Integrity.OFF, Integrity.FULL)),
+    )
 
 
 def _retracted_before_it_is_summed(rng: random.Random) -> Script:
@@ -122,9 +147,8 @@ TARGETS: tuple[Drill, ...] = (
     _cancelled_while_aux_is_read,
     _asked_for_its_card,
     _preempted_before_the_grant,
-    _source_answers_out_of_turn,
-    _source_answers_out_of_turn,
-    _source_answers_out_of_turn,
+    _source_answers_unasked,
+    _source_answers_wrongly,
     _bytes_may_land,
     _far_ahead,
     _ranks_report_again,
