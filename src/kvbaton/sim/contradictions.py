@@ -13,6 +13,7 @@ import enum
 from msgspec import structs
 
 from kvbaton.core.aux_area import AuxPointer
+from kvbaton.core.checks import SpanSum
 from kvbaton.core.grants import REACH
 from kvbaton.core.handoff import Outcome, Span
 from kvbaton.core.messages import (
@@ -108,7 +109,7 @@ def contradict(message: Message, kind: Contradiction, aux_offset: int) -> tuple[
         case Contradiction.ELSEWHERE, AuxSent() if message.pointer is not None:
             return (structs.replace(message, pointer=structs.replace(message.pointer, offset=message.pointer.offset + 1)),)
         case Contradiction.CONFIRMED_EARLY, Prefilled():
-            early = Confirmed(message.key, message.grant, message.generation, message.span_count)
+            early = Confirmed(message.key, message.grant, message.generation, message.span_count, (SpanSum(0, 0, 0),))
             return early, message, early
         case Contradiction.STOPPED_EARLY, Announced():
             return message, Stopped(message.key, message.grant)

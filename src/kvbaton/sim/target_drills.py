@@ -128,6 +128,8 @@ def _ranks_report_again(rng: random.Random) -> Script:
         faults=faults,
         late_writes=LateWrites.REVOCABLE,
         unfenced_writes=False,
+        ranks=2,
+        uneven=3.0,
         step_s=0.01,
         move_s=0.02,
         integrity=rng.choice((Integrity.OFF, Integrity.FULL)),
