@@ -29,7 +29,7 @@ from kvbaton.core.messages import (
     Stopped,
 )
 
-__all__ = ["OUT_OF_TURN", "TAKEN_BACK", "UNASKED", "Contradiction", "contradict"]
+__all__ = ["TAKEN_BACK", "UNASKED", "Contradiction", "contradict"]
 
 
 class Contradiction(enum.IntEnum):
@@ -53,16 +53,14 @@ class Contradiction(enum.IntEnum):
     NO_AUX = 15
     OVER_BEFORE_THE_GRANT = 16
     REFUSED_WITHIN_REACH = 17
+    CONFIRMED_AND_RETRACTED = 18
 
 
 TAKEN_BACK = tuple(kind for kind in Contradiction if Contradiction.NOT_CONFIRMED <= kind < Contradiction.CONFIRMED_EARLY)
 """What a source states, and then does not stand by; or never should have stated."""
 
-OUT_OF_TURN = tuple(kind for kind in Contradiction if kind >= Contradiction.CONFIRMED_EARLY)
-"""Answers that come when their target has not asked yet, or without what they are sent for."""
-
 UNASKED = (Contradiction.CONFIRMED_EARLY, Contradiction.STOPPED_EARLY)
-"""Of these: what has to change nothing."""
+"""Answers that come when their target has not asked yet, and have to change nothing."""
 
 
 def _refuse(message: Announced | Prefilled, used_up_to: int = 0) -> Refused:
@@ -90,6 +88,8 @@ def contradict(message: Message, kind: Contradiction, aux_offset: int) -> tuple[
             return message, Retracted(message.key, message.grant, message.generation + 1)
         case Contradiction.NOT_CONFIRMED, Confirmed():
             return (Retracted(message.key, message.grant, message.generation + 1),)
+        case Contradiction.CONFIRMED_AND_RETRACTED, Confirmed():
+            return message, Retracted(message.key, message.grant, message.generation + 1)
         case Contradiction.REFUSED, Announced():
             return message, _refuse(message)
         case Contradiction.REFUSED_AT_THE_END, Announced():

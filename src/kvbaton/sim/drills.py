@@ -109,6 +109,8 @@ def _drills_of(seed: int) -> tuple[Drill, ...]:
         return NOTICES + RANKS + TIMELY
     if seed % 16 == 8:
         return PEERS + TARGETS if seed % 32 == 8 else SOURCES
+    if seed % 32 == 17:
+        return TARGETS
     if seed % 8 == 4:
         return CORNERS
     return EDGES if seed % 8 == 2 else {1: SCENES, 3: DRILLS}.get(seed % 4, ())

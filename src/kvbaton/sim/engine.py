@@ -408,10 +408,12 @@ class TargetEngine(_Twin):
         return f"block {block} of allocation {holder} was written for {copy} of {allowed}" if is_wrong else ""
 
     def fetch(self, prompt: SimPrompt, source: ControlAddress, incarnation: Incarnation | None, ended: Ended) -> None:
+        request = SourceRequest(prompt.key, prompt.digest, source, incarnation, prompt.mode)
         if prompt.key in self.requests:
+            if self.refuse_next > 0 and self.refuses_whole:
+                self._refuse(request)
             ended(prompt.key, Outcome.FAILED, "live already")
             return
-        request = SourceRequest(prompt.key, prompt.digest, source, incarnation, prompt.mode)
         is_refused = prompt.key.transfer_id in self.refused
         if self.refuse_next > 0 or is_refused:
             self._record(prompt, Outcome.FAILED)

@@ -7,7 +7,7 @@ import random
 from msgspec import structs
 
 from kvbaton.core.handoff import AuxChannel, Integrity, Mode
-from kvbaton.sim.contradictions import OUT_OF_TURN, TAKEN_BACK, Contradiction
+from kvbaton.sim.contradictions import TAKEN_BACK, Contradiction
 from kvbaton.sim.drill_stage import Drill, make_request, make_stage
 from kvbaton.sim.script import Fault, FaultKind, Script
 
@@ -21,7 +21,7 @@ def _source_contradicts_itself(rng: random.Random) -> Script:
         for number in range(rng.randint(2, 4))
     )
     script = make_stage(rng, writes=rng.random() < 0.5, request=requests[0])
-    kinds = [kind for kind in Contradiction if kind not in TAKEN_BACK + OUT_OF_TURN]
+    kinds = [kind for kind in Contradiction if kind < min(TAKEN_BACK)]
     wrong = Fault(FaultKind.STRAY, 0.0, who="p0", other="contradiction", number=int(rng.choice(kinds)), is_whole=True)
     return structs.replace(
         script,

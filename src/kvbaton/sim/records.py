@@ -380,8 +380,10 @@ class Fences:
                 continue
             # The strongest means is repeated each time that it was not enough; it begins then.
             is_new = state is not state_before or (state is TargetState.ISOLATED and until_before <= now + _SMALL_S)
-            if not is_new or not since - _SMALL_S <= until - self._stop_s <= now + _SMALL_S:
-                yield f"{record.key} is {state} since {since} at most, at {now}, and waits until {until}, before {until_before}"
+            # An engine ends it between two looks; what follows comes with a turn, which is looked at.
+            earliest = since if state is TargetState.STOPPING else now
+            if not is_new or not earliest - _SMALL_S <= until - self._stop_s <= now + _SMALL_S:
+                yield f"{record.key} is {state} since {earliest} at {now}, and waits until {until}, not {until_before}"
 
 
 class Causes:

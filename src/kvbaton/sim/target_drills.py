@@ -9,7 +9,7 @@ from msgspec import structs
 
 from kvbaton.core.handoff import AuxChannel, Integrity, Mode
 from kvbaton.sim.contradictions import UNASKED, Contradiction
-from kvbaton.sim.drill_stage import Drill, make_request, make_stage
+from kvbaton.sim.drill_stage import Drill, make_request, make_stage, moving_between
 from kvbaton.sim.engine_script import make_engine_script
 from kvbaton.sim.script import Fault, FaultKind, Script
 from kvbaton.transport.base import LateWrites
@@ -145,6 +145,81 @@ def _retracted_before_it_is_summed(rng: random.Random) -> Script:
     return structs.replace(script, faults=(preempted,), prefills=2, integrity=Integrity.FULL, step_s=0.02, move_s=0.005)
 
 
+def _retracted_when_confirmed(rng: random.Random) -> Script:
+    """A source that writes confirms everything, and then retracts it, while its target waits for the last bytes, or sums."""
+    requests = tuple(make_request(rng, Mode.PUSH, tokens=rng.randint(1, 4), at_s=0.1 * number) for number in range(3))
+    script = make_stage(rng, writes=True, request=requests[0])
+    kind = int(Contradiction.CONFIRMED_AND_RETRACTED)
+    wrong = Fault(FaultKind.STRAY, 0.0, who="p0", other="contradiction", number=kind, is_whole=True)
+    return structs.replace(
+        script,
+        requests=requests,
+        faults=(wrong,),
+        late_writes=LateWrites.REVOCABLE,
+        unfenced_writes=False,
+        integrity=rng.choice(list(Integrity)),
+    )
+
+
+def _led_to_the_last_number(rng: random.Random) -> Script:
+    """A source refuses all numbers but the last one there is, while more and more is asked of it."""
+    requests = tuple(make_request(rng, Mode.PUSH, tokens=1, at_s=0.003 * number) for number in range(rng.randint(4, 6)))
+    script = make_stage(rng, writes=False, request=requests[0])
+    last = int(Contradiction.REFUSED_UP_TO_THE_LAST)
+    wrong = Fault(FaultKind.STRAY, 0.0, who="p0", other="contradiction", number=last, is_whole=True)
+    # Back from there, two grants may share a number for a moment, as those of a target do that forgets how far it has counted.
+    return structs.replace(
+        script, requests=requests, faults=(wrong,), is_forgetful=True, step_s=0.001, prefill_blocks=40, decode_blocks=40
+    )
+
+
+def _reader_loses_its_source(rng: random.Random) -> Script:
+    """A source that could write dies, or ends, in the middle of a hand-off that its target reads: there is nothing to fence."""
+    request = make_request(rng, Mode.PULL, tokens=6)
+    script = structs.replace(make_stage(rng, writes=True, request=request), step_s=0.002, move_s=0.1)
+    at_s = moving_between(script)[0] + rng.uniform(0.01, 0.08)
+    ended = (Fault(FaultKind.STRAY, 0.0, who="p0", other="release"), Fault(FaultKind.CANCEL_SOURCE, at_s, number=0))
+    dead = (Fault(FaultKind.RESTART, at_s, who="p0"),)
+    return structs.replace(
+        script,
+        faults=rng.choice((ended, ended, dead)),
+        late_writes=LateWrites.REVOCABLE,
+        unfenced_writes=False,
+        one_host=True,
+    )
+
+
+def _fenced_after_a_while(rng: random.Random) -> Script:
+    """A target stops a source that writes, and learns only after a while that bytes of it may land: each fence has its time."""
+    request = make_request(rng, Mode.PUSH, tokens=6, chunk=1)
+    script = structs.replace(make_stage(rng, writes=True, request=request), step_s=0.02, move_s=0.01)
+    at_s = rng.uniform(0.03, 0.1)
+    faults = (
+        Fault(FaultKind.STRAY, 0.0, who="p0", other="release"),
+        Fault(FaultKind.SLOW, at_s, who="p0", other="d0", for_s=rng.uniform(0.05, 0.3), number=2),
+        Fault(FaultKind.CANCEL_TARGET, at_s + 1e-4, number=0),
+        Fault(FaultKind.LOSE_REVOKE, at_s, who="d0", number=1),
+    )
+    return structs.replace(
+        script,
+        faults=faults,
+        late_writes=LateWrites.REVOCABLE,
+        unfenced_writes=False,
+        rank_lag_s=rng.choice((0.0, 0.01)),
+        router_cancels=0.0,
+    )
+
+
+def _refused_while_live(rng: random.Random) -> Script:
+    """A router sends a request again that is live, and the target refuses all of its transfer id: the live one goes on."""
+    request = make_request(rng, Mode.PUSH, tokens=6, chunk=1)
+    at_s = rng.uniform(0.06, 0.2)
+    again = structs.replace(request, at_s=at_s, steal_id=0)
+    script = make_stage(rng, writes=rng.random() < 0.5, request=request)
+    refused = Fault(FaultKind.REFUSE, at_s - 0.01, who="d0", number=1, is_whole=True)
+    return structs.replace(script, requests=(request, again), faults=(refused,), step_s=0.05, move_s=0.01, router_cancels=0.0)
+
+
 TARGETS: tuple[Drill, ...] = (
     _cancelled_while_aux_is_read,
     _asked_for_its_card,
@@ -155,4 +230,9 @@ TARGETS: tuple[Drill, ...] = (
     _far_ahead,
     _ranks_report_again,
     _retracted_before_it_is_summed,
+    _retracted_when_confirmed,
+    _led_to_the_last_number,
+    _reader_loses_its_source,
+    _fenced_after_a_while,
+    _refused_while_live,
 )
