@@ -39,6 +39,7 @@ class Alarms(Generic[KeyT]):
         self.times: dict[KeyT, float] = {}
         """When each alarm rings; only read elsewhere. A side looks into it after every step of every hand-off."""
         self._numbers = itertools.count()
+        self._slack = _SLACK
 
     def __len__(self) -> int:
         return len(self.times)
@@ -49,7 +50,7 @@ class Alarms(Generic[KeyT]):
             self.times[key] = when
             heapq.heappush(self._heap, (when, next(self._numbers), key))
             # Dropped and replaced entries stay in the heap; without this it would grow with every hand-off that ends early.
-            if len(self._heap) > 2 * len(self.times) + _SLACK:
+            if len(self._heap) > 2 * len(self.times) + self._slack:
                 self._heap = [entry for entry in self._heap if self.times.get(entry[2]) == entry[0]]
                 heapq.heapify(self._heap)
 
