@@ -49,7 +49,7 @@ from kvbaton.core.checks import ONE_IN, size_worth_summing
 from kvbaton.core.grants import REACH, GrantWindows
 from kvbaton.core.handoff import Executor, HandoffKey, Incarnation, Integrity, Mode, Outcome, TransferId
 from kvbaton.core.layout import Layout
-from kvbaton.core.lifecycle import SourceState, TargetState
+from kvbaton.core.lifecycle import SOURCE, TARGET, SourceState, TargetState
 from kvbaton.core.messages import (
     MAX_NUMBER,
     Announced,
@@ -99,7 +99,16 @@ from kvbaton.sim.rank_processes import RankProcess, SimSocket, channel_on, socke
 from kvbaton.sim.rank_watch import RankWatch
 from kvbaton.sim.reactions import Reactions
 from kvbaton.sim.received import Received
-from kvbaton.sim.records import Causes, Fences, Waits, alarm_problems, count_problems, sequence_problems, stop_problems
+from kvbaton.sim.records import (
+    Causes,
+    Fences,
+    Waits,
+    alarm_problems,
+    count_problems,
+    sequence_problems,
+    stop_problems,
+    table_problems,
+)
 from kvbaton.sim.script import VllmScript
 from kvbaton.sim.source_watch import SourceWatch
 from kvbaton.sim.stray_calls import StrayCalls
@@ -559,6 +568,8 @@ class SimInstance:
             refuse=partial(self._refuse, coordinator.refuse),
             expect_source=partial(self._expect_source, coordinator.expect_source),
         )
+        for problem in (*table_problems(SOURCE), *table_problems(TARGET)):
+            self._find("taken", problem)
         self._engine_watch = EngineWatch(coordinator, self._sent, partial(self._find, "taken"))
         watch_windows(vars(coordinator.source)["_windows"], self._find)
         watch_effects(coordinator.target, self._find)
@@ -1396,4 +1407,11 @@ class SimInstance:
     def _turn(self) -> None:
         self._poll()
         self._note_step()
+        live, count = self.coordinator.target.live, len(self._sent)
+        closing = [(each, each.state, each.stop_until) for each in live.values() if each.state in _ENDING and each.grant]
         self.coordinator.tick()
+        for record, state, until in closing:
+            is_late = live.get(record.key) is record and record.source not in self.gone and record.state in _ENDING
+            is_asked = any(isinstance(each, Stop) and each.key == record.key for _, each in self._sent[count:])
+            if is_late and (record.state, record.stop_until) != (state, until) and not is_asked:
+                self._find("taken", f"{record.key} is {record.state} by now, and its source is not asked again")

@@ -112,6 +112,7 @@ class CardWatch:
     def __init__(self, coordinator: Coordinator) -> None:
         self._peers = vars(vars(coordinator)["_peers"])
         self._model = coordinator.card.fingerprint
+        self._asked_back = vars(coordinator.target.card_requests)["_asked_back_at"]
         self._cards: dict[Incarnation, Card] = {}
         self._at: dict[ControlAddress, Any] = {}
 
@@ -123,6 +124,8 @@ class CardWatch:
                 yield f"the card of {incarnation} is another one than the first"
             if card.fingerprint != self._model:
                 yield f"{incarnation} serves another model, and its card is kept"
+            if incarnation in self._asked_back:
+                yield f"the card of {incarnation} has come, and still counts as asked for"
             if incarnation in gone:
                 yield f"{incarnation} is gone, and its card is kept"
         for address, resident in addresses.items():

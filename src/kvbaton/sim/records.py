@@ -16,7 +16,8 @@ from kvbaton.agent.target import TargetRecord, TargetSide
 from kvbaton.config import Limits
 from kvbaton.core.checks import ONE_IN, span_size
 from kvbaton.core.handoff import Executor, Integrity, Outcome
-from kvbaton.core.lifecycle import SourceEvent, SourceState, TargetState
+from kvbaton.core.lifecycle import EffectT, EventT, SourceEvent, SourceState, StateT, Table, TargetState
+from kvbaton.errors import IllegalTransition
 
 __all__ = [
     "SOURCE_STAGES",
@@ -27,6 +28,7 @@ __all__ = [
     "count_problems",
     "sequence_problems",
     "stop_problems",
+    "table_problems",
 ]
 
 _CLOSING = frozenset({TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED})
@@ -58,6 +60,21 @@ _TARGET_STAGES = {
     TargetState.CLEARING: 3,
     TargetState.CONFIRMING: 4,
 }
+
+
+def table_problems(table: Table[StateT, EventT, EffectT]) -> Iterator[str]:
+    """Events that a table takes although they are none of its own, or does not although they may come late."""
+    states, events = type(table.start), type(next(iter(table.rows))[1])
+    for state in states:
+        for event in events:
+            is_known = (state, event) in table.rows
+            may_come = is_known or state in table.terminal or (state, event) in table.late
+            try:
+                is_taken = (table.step(state, event) is not None) is is_known and may_come
+            except IllegalTransition:
+                is_taken = not may_come
+            if not is_taken:
+                yield f"{table.name}: {event} in {state}"
 
 
 def stop_problems(source: SourceSide, target: TargetSide, stopped: Collection[tuple[int, CopyId]]) -> Iterator[str]:

@@ -182,6 +182,8 @@ class SourceWatch:
             return self._aux_problem(message)
         if isinstance(message, Over | Stopped) and (recipient, message.key, message.grant) in self._may_land:
             return "" if message.may_land else f"bytes of it may still land: {message}"
+        if problem := self._superseding_problem(recipient, message):
+            return problem
         # A grant that came meanwhile ends with the one before it, and for the same reason.
         is_alone = all(each[:2] != (recipient, getattr(message, "key", None)) for each in self._may_land)
         if isinstance(message, Over | Stopped) and message.may_land and is_alone:
@@ -193,6 +195,24 @@ class SourceWatch:
         if isinstance(message, Refused) and message.stale:
             is_used = "was used before" in message.reason
             return "" if is_used == (message.sequence <= (message.used_up_to or 0)) else f"another reason is true: {message}"
+        return ""
+
+    def _superseding_problem(self, recipient: str, message: Message) -> str:
+        """What is wrong with the answer to a grant that came before an earlier one of its target had ended.
+
+        A refusal is the promise that nothing of the earlier one is on its way; else both end, and are remembered as over.
+        """
+        key, grant = getattr(message, "key", None), getattr(message, "grant", 0)
+        record = None if key is None else self._source.live.get(key)
+        later = None if record is None or record.target != recipient else record.superseded_by
+        if record is None or later is None or later.grant != grant or grant == record.grant_number:
+            return ""
+        if isinstance(message, Refused) and not message.stale and record.may_land:
+            return f"bytes of an earlier grant may still land: {message}"
+        if isinstance(message, Over) and not record.may_land:
+            return f"nothing of an earlier grant can land, and this one is not refused: {message}"
+        if isinstance(message, Over) and (recipient, key, grant) not in self._source.ends():
+            return f"it is over, and not remembered: {message}"
         return ""
 
     def _computed_problem(self, record: SourceRecord, message: Announced | Prefilled | Confirmed) -> str:

@@ -19,6 +19,8 @@ def watch_windows(windows: GrantWindows, find: Callable[[str, str], None]) -> No
     def watched(peer: Incarnation, number: int) -> bool:
         is_fresh = use(peer, number)
         before = used[own["_windows"].get(peer)]
+        if next(reversed(own["_windows"]), None) != peer:
+            find("nothing kept", f"{peer} has just granted, and another one would be forgotten later")
         high = max(before, default=0)
         is_near = number >= 1 and high - own["_size"] < number <= high + windows.reach
         if is_fresh and (number in before or not is_near):
