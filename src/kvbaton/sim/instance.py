@@ -74,6 +74,13 @@ from kvbaton.sim.agent_thread import AgentThread, SimDriver, ThreadBell
 from kvbaton.sim.alarm_watch import watch_alarms
 from kvbaton.sim.beat_watch import watch_beats
 from kvbaton.sim.contradictions import Contradiction, contradict
+from kvbaton.sim.decline_watch import (
+    notice_problems,
+    watch_declines,
+    watch_notice_waits,
+    watch_questions,
+    watch_target_waits,
+)
 from kvbaton.sim.effect_watch import watch_calls, watch_effects
 from kvbaton.sim.embedded_engine import EMBEDDED, EmbeddedClasses, EmbeddedEngine
 from kvbaton.sim.engine import SimEngine, SourceEngine, TargetEngine
@@ -578,6 +585,10 @@ class SimInstance:
         watch_gone(coordinator, self._find)
         watch_ticks(coordinator, self._find)
         watch_dials(coordinator.target, cluster.limits.retry, self.local_now, self._find)
+        watch_declines(vars(coordinator.source)["_declined"], self._find)
+        watch_questions(vars(coordinator.target)["_questions"], self._find)
+        watch_notice_waits(coordinator.target.decline_notices, cluster.limits, self._sent, self._find)
+        watch_target_waits(coordinator.target, cluster.limits, self.local_now, self._find)
         for side in (coordinator.source, coordinator.target, coordinator.target.decline_notices):
             watch_alarms(vars(side)["_timers"], partial(self._find, "alarm"))
         if self.thread is None:
@@ -880,6 +891,8 @@ class SimInstance:
         elif via is not None and isinstance(message, _INTRODUCTIONS):
             self._notices.settled_at(via)
         key = getattr(message, "key", None)
+        notices = vars(self.coordinator.target.decline_notices)["_waiting"]
+        notice = notices.get(key) if isinstance(message, Stopped) else None
         if key is not None and self.coordinator.target.current(envelope.sender, key, getattr(message, "grant", 0)) is not None:
             peer = envelope.sender.partition("#")[0]
             self.cluster.watch.answered(self.process.name, peer, now, key)
@@ -890,6 +903,8 @@ class SimInstance:
         sent = [each for recipient, each in self._sent if recipient == envelope.sender] if self._sent else []
         if (broken := check(sent)) is not None:
             self.cluster.world.find(broken[0], f"{self.process.name}: {broken[1]}")
+        if notice is not None and notice.source != envelope.sender and notices.get(key) is not notice:
+            self._find("left alone", f"a notice about {key} was for {notice.source}, and ends by that of {envelope.sender}")
         if key is not None:
             for problem in self._received.problems(self.coordinator.target.live.get(key)):
                 self.cluster.world.find("counts agree", f"{self.process.name}: {key}: {problem}, and nothing of that has come")
@@ -904,7 +919,11 @@ class SimInstance:
             self._notices.settled_at(address)
             self.unanswered.discard(sender_address)
             self.cluster.watch.was_refused(self.process.name, sender_address)
+            waiting = vars(self.coordinator.target.decline_notices)["_waiting"]
+            others = {key: each for key, each in waiting.items() if each.request.source != address or each.source is not None}
             self.guarded(lambda: self.coordinator.target.on_refused_peer(address, reason))
+            if lost := [key for key, each in others.items() if waiting.get(key) is not each]:
+                self._find("left alone", f"{address} is no peer, and notices about {lost} were for others")
         else:
             self.send_frame(sender_address, "", Refused(reason))
 
@@ -1332,6 +1351,8 @@ class SimInstance:
             for problem in gone_problems(self.coordinator, self.gone):
                 self._find("taken", problem)
         if not self._notices.is_idle:
+            for problem in notice_problems(target.decline_notices):
+                self._find("alarm", problem)
             for key in target.live:
                 self._notices.settled(key)
             for problem in self._notices.problems(now, self.gone):

@@ -79,10 +79,85 @@ def _declined_where_no_peer_is(rng: random.Random) -> Script:
     return structs.replace(script, requests=(request, other), faults=faults, prefills=2, move_s=0.01, router_cancels=0.0)
 
 
+def _declined_by_name(rng: random.Random) -> Script:
+    """A target declines what names its source, which has been replaced since; the card that comes may be that of either."""
+    first = make_request(rng, Mode.PUSH, tokens=2, prefill=rng.choice((0, 0, 1)), at_s=0.0)
+    named = make_request(rng, Mode.PULL, tokens=2, at_s=0.05, decode_delay_s=rng.uniform(0.1, 0.3))
+    script = make_stage(rng, writes=rng.random() < 0.5, request=first)
+    faults = (
+        Fault(FaultKind.REFUSE, 0.04, who="d0", number=1, is_whole=rng.random() < 0.5),
+        Fault(FaultKind.RESTART, rng.uniform(0.08, 0.2), who="p0"),
+        Fault(FaultKind.SLOW, 0.0, who="p0", other="d0", for_s=rng.choice((0.1, 0.3)), number=rng.randint(1, 2)),
+    )
+    return structs.replace(
+        script,
+        requests=(first, named),
+        faults=faults[: rng.randint(2, 3)],
+        prefills=2,
+        move_s=0.005,
+        step_s=0.002,
+        one_host=False,
+        router_cancels=0.0,
+    )
+
+
+def _declined_prompt_by_prompt(rng: random.Random) -> Script:
+    """A target declines two prompts of a transfer id one after the other, before its source has answered the first notice."""
+    request = make_request(rng, Mode.PUSH, tokens=3, retries=2, reuse_id=True, retry_after_s=0.01, prefill_delay_s=0.4)
+    other = make_request(rng, Mode.PUSH, tokens=4, at_s=rng.uniform(0.02, 0.2), steal_id=0, prefill_delay_s=0.4)
+    script = make_stage(rng, writes=rng.random() < 0.5, request=request)
+    faults = (
+        Fault(FaultKind.CUT, 0.0, who="d0", other="p0", for_s=rng.choice((0.3, 0.8))),
+        Fault(FaultKind.REFUSE, 0.0, who="d0", number=2),
+        Fault(FaultKind.REFUSE, 0.01, who="d0", number=2),
+        Fault(FaultKind.REFUSE, 0.02, who="d0", number=1),
+    )
+    return structs.replace(script, requests=(request, other), faults=faults, router_cancels=0.0)
+
+
+def _declined_at_two(rng: random.Random) -> Script:
+    """A target declines requests of two sources that it does not know: one answers, and one does not, or is no peer."""
+    requests = tuple(
+        make_request(rng, Mode.PUSH, tokens=2, prefill=number % 2, at_s=0.01 * number, prefill_delay_s=rng.choice((0.0, 0.3)))
+        for number in range(4)
+    )
+    script = make_stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    late = Fault(FaultKind.CUT, 0.0, who="d0", other="p0", for_s=rng.choice((0.2, 0.6)))
+    faults = (
+        *(Fault(FaultKind.REFUSE, 0.0, who="d0", number=1, is_whole=rng.random() < 0.5) for _ in range(4)),
+        late,
+        Fault(FaultKind.STRAY, 0.0, who="p1", other="no peer", is_whole=True),
+    )
+    return structs.replace(
+        script, requests=requests, faults=faults[: rng.randint(5, 6)], prefills=2, move_s=0.01, router_cancels=0.0
+    )
+
+
+def _declined_before_a_late_card(rng: random.Random) -> Script:
+    """A target declines what names its source; then a card comes late, of the process that was there before that source."""
+    first = make_request(rng, Mode.PUSH, tokens=2, at_s=0.0)
+    named = make_request(rng, Mode.PULL, tokens=1, chunk=1, at_s=rng.uniform(0.225, 0.24), decode_delay_s=0.005)
+    script = make_stage(rng, writes=rng.random() < 0.5, request=first)
+    faults = (
+        Fault(FaultKind.SLOW, 0.0, who="p0", other="d0", for_s=rng.choice((0.15, 0.3)), number=1),
+        Fault(FaultKind.RESTART, rng.uniform(0.01, 0.02), who="p0"),
+        Fault(FaultKind.CANCEL_TARGET, 0.02, number=0),
+        Fault(FaultKind.CUT, 0.03, who="d0", other="p0", for_s=0.8),
+        Fault(FaultKind.REFUSE, 0.2, who="d0", number=1, is_whole=rng.random() < 0.5),
+    )
+    return structs.replace(
+        script, requests=(first, named), faults=faults, move_s=0.005, step_s=0.002, one_host=False, router_cancels=0.0
+    )
+
+
 NOTICES: tuple[Drill, ...] = (
     _declined_and_asked_again,
     _declined_twice,
     _ended_by_one_notice,
     _waits_for_what_it_declined,
     _declined_where_no_peer_is,
+    _declined_by_name,
+    _declined_prompt_by_prompt,
+    _declined_at_two,
+    _declined_before_a_late_card,
 )

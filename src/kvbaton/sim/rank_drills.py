@@ -102,7 +102,18 @@ def _full_for_two(rng: random.Random) -> Script:
         for number in range(4)
     )
     script = make_stage(rng, writes=True, request=requests[0])
-    full = [Fault(FaultKind.QUEUE_FULL, 0.002, who="p0", for_s=0.4, number=rank, is_whole=True) for rank in range(script.ranks)]
+    full = [
+        Fault(
+            FaultKind.QUEUE_FULL,
+            0.002,
+            who="p0",
+            other=rng.choice(("", "shared")),
+            for_s=rng.choice((0.4, 6.0)),
+            number=rank,
+            is_whole=True,
+        )
+        for rank in range(script.ranks)
+    ]
     return structs.replace(
         script, requests=requests, faults=tuple(full), decodes=2, move_s=rng.choice((0.001, 0.005)), step_s=0.002
     )
@@ -134,7 +145,23 @@ def _sums_in_whole_turns(rng: random.Random) -> Script:
     )
 
 
+def _ended_while_full(rng: random.Random) -> Script:
+    """A hand-off ends while its batches wait for a transport that takes none for a while, and then takes what is left."""
+    request = make_request(rng, Mode.PUSH, tokens=6, chunk=1)
+    writes = rng.random() < 0.5
+    script, who = make_stage(rng, writes=writes, request=request), "p0" if writes else "d0"
+    at_s = rng.uniform(0.01, 0.04)
+    full = [Fault(FaultKind.QUEUE_FULL, at_s, who=who, for_s=0.15, number=rank) for rank in range(script.ranks)]
+    kind = rng.choice((FaultKind.CANCEL_SOURCE, FaultKind.CANCEL_TARGET, FaultKind.CRASH, FaultKind.COPY_FAILS))
+    end = Fault(kind, at_s + rng.uniform(0.0, 0.1), who="d0" if writes else "p0", number=0)
+    failed = Fault(FaultKind.COPY_FAILS, 0.0, who=who, number=0)
+    return structs.replace(
+        script, faults=(*full, failed if kind is FaultKind.COPY_FAILS else end), step_s=0.01, move_s=rng.choice((0.02, 0.1))
+    )
+
+
 RANKS: tuple[Drill, ...] = (
+    _ended_while_full,
     _stopped_while_full,
     _full_for_long,
     _moves_less,

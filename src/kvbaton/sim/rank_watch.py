@@ -128,11 +128,11 @@ class RankWatch:
         self._places = {peer: place for peer, place in self._places.items() if peer in waiting}
         self._queue = []
 
-    def on_offer(self, peer: PeerRank, *, is_taken: bool) -> None:
-        """A batch for a peer was offered to the transport."""
+    def on_offer(self, peer: PeerRank, *, is_taken: bool, is_waiting: bool) -> None:
+        """A batch for a peer was offered to the transport; others of that peer may wait already."""
         self.offers += 1
         self._moment += 1
-        place = self._places.get(peer)
+        place = self._places.get(peer) if is_waiting else None
         if place is not None and peer not in (each for _, each in self._queue):
             self._queue.append((place, peer))
         if is_taken is (place is not None):

@@ -543,6 +543,7 @@ class Run:
             case FaultKind.QUEUE_FULL:
                 transport = instance.transports[fault.number % len(instance.transports)]
                 transport.refuse_until, transport.takes_every_s = until, _TAKES_EVERY_S if fault.is_whole else 0.0
+                transport.is_shared = fault.other == "shared"
             case FaultKind.STALL:
                 instance.transports[fault.number % len(instance.transports)].stall_until = until
             case FaultKind.PREEMPT:

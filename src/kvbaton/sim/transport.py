@@ -129,6 +129,8 @@ class SimTransport:
         self.corrupt_next = 0
         self.refuse_until = self.takes_every_s = 0.0
         """Until when it is full; it takes one batch for each peer in so many seconds then, where that is not 0."""
+        self.is_shared = False
+        """Whether it takes one for all peers together then."""
         self._taken_at: dict[Incarnation, float] = {}
         self._peer_of: dict[CopyId, Incarnation] = {}
         self.refused_since: dict[CopyId, float] = {}
@@ -198,7 +200,8 @@ class SimTransport:
         local = self._process.clock.local(now)
         if self.context is not None:
             self._peer_of[self.context] = peer
-        takes_one = 0.0 < self.takes_every_s <= local - self._taken_at.get(peer, -math.inf)
+        taken_at = max(self._taken_at.values(), default=-math.inf) if self.is_shared else self._taken_at.get(peer, -math.inf)
+        takes_one = 0.0 < self.takes_every_s <= local - taken_at
         if self.refuse_until > now and not takes_one:
             is_aux = len(runs) > 0 and runs[0][1] >= len(self.memory.cells)
             if self.context is not None and not is_aux:
@@ -503,12 +506,13 @@ class SimRank(RankAgent):
             self._world.find("nothing twice", f"rank {self.rank}: {copy_id} is {copy.state}, and more of it is posted")
         if isinstance(self._transport, SimTransport):
             self._transport.context = copy_id
+        is_waiting = batch.peer in vars(self._backlog)["_peers"]
         try:
             ticket = super().start(copy_id, batch)
         except QueueFull:
-            self._watch.on_offer(batch.peer, is_taken=False)
+            self._watch.on_offer(batch.peer, is_taken=False, is_waiting=is_waiting)
             raise
-        self._watch.on_offer(batch.peer, is_taken=True)
+        self._watch.on_offer(batch.peer, is_taken=True, is_waiting=is_waiting)
         return ticket
 
     def next_deadline(self) -> float | None:
