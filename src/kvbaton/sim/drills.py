@@ -105,15 +105,21 @@ def _has_vllm(seed: int) -> bool:
 
 
 def _drills_of(seed: int) -> tuple[Drill, ...]:
-    if seed % 16 == 5:
+    """Of 32 seeds in a row: so many for each list that no drill has far fewer seeds than others."""
+    place = seed % 32
+    if place in (5, 15, 21):
         return NOTICES + RANKS + TIMELY
-    if seed % 16 == 8:
-        return PEERS + TARGETS if seed % 32 == 8 else SOURCES
-    if seed % 32 == 17:
+    if place in (8, 31):
+        return PEERS + TARGETS
+    if place == 17:
         return TARGETS
-    if seed % 8 == 4:
+    if place == 29:
+        return PEERS
+    if place in (7, 23, 24):
+        return SOURCES
+    if place % 8 == 4:
         return CORNERS
-    return EDGES if seed % 8 == 2 else {1: SCENES, 3: DRILLS}.get(seed % 4, ())
+    return EDGES if place % 8 == 2 else {1: SCENES, 3: DRILLS}.get(place % 4, ())
 
 
 def _answers_to_an_earlier_attempt(rng: random.Random) -> Script:
