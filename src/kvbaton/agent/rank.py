@@ -251,6 +251,7 @@ class Summer:
     """The sums that one rank was asked for. Each turn continues one hand-off; then it is the turn of the next one."""
 
     turn_bytes = _TURN_BYTES
+    at_once_bytes = _AT_ONCE_BYTES
 
     def __init__(self, rank: int, memory: Memory | None, report: Callable[[rank_orders.SpansSummed], None]) -> None:
         self._rank = rank
@@ -267,7 +268,7 @@ class Summer:
         """Put spans on the list, leg by leg; what cannot be summed is reported at once."""
         blocks = self._block_job(order, legs)
         # What takes some ten microseconds is done at once: to come back for it in another turn takes longer.
-        if blocks is not None and self._sum_blocks(blocks, _AT_ONCE_BYTES) is not None:
+        if blocks is not None and self._sum_blocks(blocks, self.at_once_bytes) is not None:
             return
         job = blocks or self._planned(order, legs)
         if job is not None:
@@ -451,8 +452,6 @@ class _Copy(msgspec.Struct, eq=False):
     """Whether a batch of it was given up with bytes on their way to the peer."""
     moving: dict[int, _Moving] = msgspec.field(default_factory=dict)
     """By the number of the first span."""
-    known: set[int] = msgspec.field(default_factory=set)
-    """Numbers of all spans that were ever to be moved: an order that is repeated moves nothing twice."""
     plan_of: tuple[BlockLists, int, int] = ((), 0, 0)
     plans: tuple[BlockRuns, ...] = ()
     """One per route."""
@@ -718,12 +717,7 @@ class RankAgent:
         if copy is None:
             self._report(rank_orders.CopyFailed(order.copy, self.rank, "the copy is not open"))
             return
-        new, known = order.spans, copy.known
-        numbers = [span.number for span in new]
-        if not known.isdisjoint(numbers):
-            new = tuple(span for span in new if span.number not in known)
-        known.update(numbers)
-        for together in _neighbours(new):
+        for together in _neighbours(order.spans):
             if copy.state is CopyState.OPEN:
                 self._post(copy, order.source_blocks, together)
 

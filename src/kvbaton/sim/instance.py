@@ -14,7 +14,7 @@ from msgspec import structs
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import EngineEvent, SourceEnded, SourceRequest, TargetEnded
 from kvbaton.agent.ports import ControlSocketsPort
-from kvbaton.agent.rank import RankAgent
+from kvbaton.agent.rank import RankAgent, Summer
 from kvbaton.agent.rank_orders import (
     Arrived,
     AuxRead,
@@ -471,7 +471,8 @@ class SimInstance:
             if isinstance(agent, SimRank):
                 agent.watch_turns(watch, cluster.world)
         for agent in self.agents if cluster.few_cells else ():
-            vars(agent)["_summer"].turn_bytes = cluster.few_cells
+            summer: Summer = vars(agent)["_summer"]
+            summer.turn_bytes, summer.at_once_bytes = cluster.few_cells, max(1, cluster.few_cells // 3)
         if cluster.rank_lag_s:
             self._start_ranks(reports)
         card = self._make_card(pid, layouts)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import msgspec
 
 from kvbaton.agent.rank import RegionMemory
 from kvbaton.core.aux_area import AuxArea
-from kvbaton.core.checks import BlockSums, Pieces
+from kvbaton.core.checks import ONE_IN, PIECE_TOKENS, BlockSums, Pieces
+from kvbaton.core.handoff import Span
 from kvbaton.core.layout import HeadRange, Layout
 from kvbaton.core.tensors import dense_tensor, split_layers, tensor_group
 from kvbaton.errors import Bug
@@ -71,10 +72,38 @@ class RankMemory:
         """Let the owner write one cell."""
         self.cells[layer * self.blocks + block] = cell
 
-    def sum_blocks(self, blocks: BlockSums, most_bytes: int) -> None:
-        """Cells are summed piece by piece. What is to be summed is looked at all the same."""
+    def sum_blocks(self, blocks: BlockSums, most_bytes: int) -> tuple[list[int], int] | None:
+        """The checksums over the tags of all spans, and of how many cells; None where these may be more than `most_bytes`."""
         if not blocks.spans or most_bytes <= 0:
             raise Bug(f"{blocks} within {most_bytes} bytes: nothing to sum")
+        size = self.most_cells(blocks)
+        if size is None or size > most_bytes:
+            return None
+        before, sums = self.summed, []
+        for span in blocks.spans:
+            value = 0
+            for first, end in _pieces_of(blocks, span):
+                self.summed += end - first
+                for cell in self.cells[first:end]:
+                    value = zlib.crc32(repr(cell).encode(), value)
+            sums.append(value)
+        return sums, self.summed - before
+
+    def most_cells(self, blocks: BlockSums) -> int | None:
+        """How many cells these spans have at most, counted in whole blocks; None where they cannot be summed in one go."""
+        ids, grid, size = blocks.ids, blocks.grid, 0
+        if len(set(ids)) < len(ids) or not all(0 <= each < grid.blocks for each in ids):
+            return None
+        last = grid.first + len(grid.offsets) // grid.planes
+        for span in blocks.spans:
+            first = max(span.first_token, blocks.cached_tokens)
+            is_there = 0 <= first < span.end_token <= len(ids) * PIECE_TOKENS
+            if not is_there or not grid.first <= span.first_layer < span.end_layer <= last:
+                return None
+            count = -(-span.end_token // PIECE_TOKENS) - first // PIECE_TOKENS
+            chosen = count if blocks.seed is None else -(-count // ONE_IN)
+            size += (span.end_layer - span.first_layer) * grid.planes * chosen * grid.piece_bytes
+        return size
 
     def sums(self, pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
         """The checksums over the tags of the cells of each part, in order; the first one continues `value`."""
@@ -108,6 +137,24 @@ class RankMemory:
         """Let the owner write all cells of a block."""
         for layer in range(self.layers):
             self.put(block, layer, cell)
+
+
+def _pieces_of(blocks: BlockSums, span: Span) -> Iterator[tuple[int, int]]:
+    """The first cell and the end of each piece of a span that is summed: by layer, plane and block, all of them or a sample."""
+    grid, size = blocks.grid, PIECE_TOKENS
+    first_token, end_token = max(span.first_token, blocks.cached_tokens), span.end_token
+    first, end, token_cells = first_token // size, -(-end_token // size), grid.piece_bytes // size
+    for layer in range(span.first_layer, span.end_layer):
+        chosen = range(first, end)
+        if blocks.seed is not None:
+            pick = zlib.crc32(f" {span.number} {layer}".encode(), blocks.seed)
+            chosen = range(first + pick % min(ONE_IN, len(chosen)), end, ONE_IN)
+        at = (layer - grid.first) * grid.planes
+        for offset in grid.offsets[at : at + grid.planes]:
+            for number in chosen:
+                start = blocks.ids[number] * grid.block_stride + offset
+                skipped, kept = max(0, first_token - number * size), min(size, end_token - number * size)
+                yield start + skipped * token_cells, start + kept * token_cells
 
 
 class SimBlockPool:

@@ -6,9 +6,10 @@ import random
 
 from msgspec import structs
 
-from kvbaton.core.handoff import Integrity, Mode
+from kvbaton.core.checks import PIECE_TOKENS
+from kvbaton.core.handoff import AuxChannel, Integrity, Mode
 from kvbaton.sim.drill_stage import Drill, make_request, make_stage
-from kvbaton.sim.script import Fault, FaultKind, Script
+from kvbaton.sim.script import CacheScript, Fault, FaultKind, Script
 from kvbaton.transport.base import LateWrites
 
 __all__ = ["RANKS"]
@@ -145,6 +146,40 @@ def _sums_in_whole_turns(rng: random.Random) -> Script:
     )
 
 
+def _with_engines(rng: random.Random, block_tokens: int, ranks: tuple[int, int]) -> Script:
+    """Two instances with the embedded engine of production, and room for all that they are asked for."""
+    mode = rng.choice(list(Mode))
+    requests = tuple(
+        make_request(rng, mode, tokens=rng.randint(6, 15), chunk=1, at_s=rng.uniform(0.0, 0.02), outputs=rng.randint(1, 4))
+        for _ in range(rng.randint(2, 4))
+    )
+    script = make_stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    return structs.replace(
+        script,
+        requests=requests,
+        ranks=1,
+        caches=tuple(CacheScript(each, block_tokens, 64 // block_tokens * 2, step_tokens=rng.choice((1, 5))) for each in ranks),
+        integrity=rng.choice((Integrity.FULL, Integrity.FULL, Integrity.SAMPLED)),
+        move_s=0.0005,
+        step_s=0.002,
+        rank_lag_s=rng.choice((0.0005, 0.001)),
+        has_driver=True,
+    )
+
+
+def _sums_in_blocks(rng: random.Random) -> Script:
+    """Blocks are as long as a piece that is summed: orders are summed in one go, at once or in a turn, if they are short."""
+    ranks = rng.choice((1, 2))
+    script = _with_engines(rng, PIECE_TOKENS, (ranks, ranks))
+    return structs.replace(script, few_cells=rng.choice((0, 50, 70, 130, 200, 300)))
+
+
+def _heads_on_several_ranks(rng: random.Random) -> Script:
+    """There are more ranks than heads, so that some of a source have nothing to write, or nothing that is read from them."""
+    script = _with_engines(rng, rng.choice((2, 3, 4)), rng.choice(((4, 1), (4, 2), (1, 4), (2, 4), (4, 4))))
+    return structs.replace(script, aux_channel=rng.choice(list(AuxChannel)))
+
+
 def _ended_while_full(rng: random.Random) -> Script:
     """A hand-off ends while its batches wait for a transport that takes none for a while, and then takes what is left."""
     request = make_request(rng, Mode.PUSH, tokens=6, chunk=1)
@@ -171,4 +206,6 @@ RANKS: tuple[Drill, ...] = (
     _full_for_two,
     _library_writes,
     _sums_in_whole_turns,
+    _sums_in_blocks,
+    _heads_on_several_ranks,
 )

@@ -42,6 +42,9 @@ class RankWatch:
         self._planned: dict[CopyId, set[int]] = defaultdict(set)
         """Spans of them that were reported as on their way."""
         self._last_planned: SpansPlanned | None = None
+        self._summed: set[tuple[CopyId, Side, int]] = set()
+        """Spans of which sums were reported."""
+        self._last_summed: SpansSummed | None = None
         self.offers = 0
         """How often a batch was offered to the transport in this turn."""
         self._places: dict[PeerRank, int] = {}
@@ -63,6 +66,12 @@ class RankWatch:
         """What is wrong with a report."""
         if isinstance(report, SpansSummed) and report.copy not in self._to_sum.get((report.side, report.copy.key), ()):
             return f"it was not to be summed, or not any longer: {report}"
+        if isinstance(report, SpansSummed) and report is not self._last_summed:
+            self._last_summed = report
+            spans = {(report.copy, report.side, span) for span in report.sums}
+            if not spans.isdisjoint(self._summed):
+                return f"spans of it were summed before: {report}"
+            self._summed |= spans
         return ""
 
     def planned_problem(self, report: RankReport) -> str:

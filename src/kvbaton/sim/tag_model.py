@@ -55,7 +55,8 @@ _AXES = ("plane", "block", "token", "head", "channel")
 class TagCacheShape:
     """The cache of one instance: keys and values of `heads` heads, in blocks of several tokens.
 
-    It is cut over `ranks`: the layers over `stages`, and the heads over the ranks of a stage.
+    It is cut over `ranks`: the layers over `stages`, and the heads over the ranks of a stage; where these are more than there
+    are heads, several hold the same one.
     """
 
     ranks: int
@@ -73,12 +74,12 @@ class TagCacheShape:
     @property
     def held_heads(self) -> int:
         """Heads of one rank."""
-        return self.heads * self.stages // self.ranks
+        return max(1, self.heads * self.stages // self.ranks)
 
     @property
     def cells_of_token(self) -> int:
         """Cells of one token, on all ranks."""
-        return self.layers * _PLANES * self.heads
+        return self.layers * _PLANES * self.held_heads * self.shape.tp
 
     def layers_of(self, rank: int) -> range:
         """The layers of one rank: those of its stage."""
@@ -87,7 +88,7 @@ class TagCacheShape:
 
     def heads_of(self, rank: int) -> range:
         """The heads of one rank."""
-        first = rank % (self.ranks // self.stages) * self.held_heads
+        first = rank % self.shape.tp * self.heads // self.shape.tp
         return range(first, first + self.held_heads)
 
     def cells_of(self, rank: int) -> int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
 
 from kvbaton.agent.rank import RankAgent
 from kvbaton.agent.rank_orders import (
@@ -18,11 +20,14 @@ from kvbaton.agent.rank_orders import (
     ReadAux,
     RevokePeer,
     StopCopy,
+    SumSpans,
 )
 from kvbaton.core.card import Endpoint
+from kvbaton.core.checks import PiecePlanner
 from kvbaton.core.handoff import HandoffKey, Incarnation
 from kvbaton.core.lifecycle import CopyState
 from kvbaton.core.strips import unroll
+from kvbaton.core.timeline import Side
 from kvbaton.errors import KVBatonError, QueueFull, TransportError
 from kvbaton.sim.memory import RankMemory, TaggedCell
 from kvbaton.sim.network import Network
@@ -31,6 +36,9 @@ from kvbaton.sim.world import SimProcess, World
 from kvbaton.transport.base import BATCH_BYTES, AfterEvent, Arrival, Batch, Completion, Direction, LateWrites, PeerRank, Ticket
 
 __all__ = ["Fabric", "FencingSimTransport", "SimRank", "SimTransport"]
+
+if TYPE_CHECKING:
+    from kvbaton.agent.rank import _SumJob
 
 _SEVERED_POLL_S = 0.02
 """How often a batch looks whether its link is whole again, or it was cancelled."""
@@ -457,6 +465,7 @@ class SimRank(RankAgent):
     def watch_turns(self, watch: RankWatch, world: World) -> None:
         """Have its turns looked at."""
         self._watch, self._world = watch, world
+        vars(self._summer).update(_planned=partial(self._plan_and_check, vars(type(self._summer))["_planned"]))
 
     def handle(self, order: RankOrder) -> None:
         """Carry out one order."""
@@ -466,6 +475,8 @@ class SimRank(RankAgent):
         self._reads_aux = isinstance(order, ReadAux)
         if isinstance(order, Connect):
             self._connect_and_check(order)
+        elif isinstance(order, SumSpans):
+            self._sum_and_check(order)
         else:
             super().handle(order)
         self._reads_aux = False
@@ -485,6 +496,34 @@ class SimRank(RankAgent):
                 order, error, sessions=sessions, routes=self._routes, unreachable=self._unreachable
             ):
                 self._world.find("nothing kept", f"rank {self.rank}: {problem}")
+
+    def _sum_and_check(self, order: SumSpans) -> None:
+        """What is soon summed in one go does not wait for a turn."""
+        waiting = vars(self._summer)["_jobs"]
+        before = len(waiting.get((order.side, order.copy.key), ()))
+        super().handle(order)
+        size, most = self._most_cells(order), self._summer.at_once_bytes
+        if size is not None and size <= most and len(waiting.get((order.side, order.copy.key), ())) > before:
+            self._world.find("prompt", f"rank {self.rank}: {size} cells wait, and {most} are summed at once: {order}")
+
+    def _plan_and_check(
+        self, plan: Callable[..., _SumJob | None], order: SumSpans, legs: Mapping[int, PiecePlanner]
+    ) -> _SumJob | None:
+        """Piece by piece is slow: what can be summed in one go, and within a turn, is not summed that way."""
+        size, most = self._most_cells(order), self._summer.turn_bytes
+        if size is not None and size <= most:
+            self._world.find("prompt", f"rank {self.rank}: {size} cells of {most} are summed piece by piece: {order}")
+        return plan(self._summer, order, legs)
+
+    def _most_cells(self, order: SumSpans) -> int | None:
+        """How many cells are summed for an order; None where that is not possible in one go."""
+        routes = self._routes.get(order.peer)
+        own = () if routes is None else routes.writes if order.side is Side.SOURCE else routes.reads
+        if len(own) != 1 or not isinstance(self._memory, RankMemory):
+            return None
+        key, given = order.copy.key, (order.cached_tokens, order.integrity)
+        blocks = own[0].sums.block_sums(order.blocks, key, order.spans, *given)
+        return None if blocks is None else self._memory.most_cells(blocks)
 
     def _check_done(self, transport: SimTransport, order: Disconnect | RevokePeer | PutAux) -> None:
         problem = ""

@@ -418,31 +418,6 @@ def test_a_transport_that_moves_less_than_was_posted_is_not_believed() -> None:
     assert "7 of 8 bytes" in failed.reason
 
 
-def test_a_span_that_is_ordered_twice_is_moved_once() -> None:
-    transport = Scripted(LateWrites.IMPOSSIBLE, {Direction.READ})
-    agent, reports = scripted(transport)
-    agent.handle(START)
-    agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (WHOLE,)))
-    agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (WHOLE,)))
-    assert len(transport.posted) == 1
-    transport.finish(Ticket(1))
-    agent.poll()
-    assert [type(report) for report in reports] == [SpansMoved]
-
-
-def test_of_spans_that_are_ordered_again_in_part_the_others_are_moved() -> None:
-    transport = Scripted(LateWrites.IMPOSSIBLE, {Direction.READ})
-    agent, reports = scripted(transport)
-    agent.handle(START)
-    agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, CHUNKS[:1]))
-    agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (CHUNKS[0], CHUNKS[3])))
-    assert len(transport.posted) == 2
-    for ticket in (1, 2):
-        transport.finish(Ticket(ticket))
-    agent.poll()
-    assert [report.spans for report in reports if isinstance(report, SpansMoved)] == [(0,), (3,)]
-
-
 CHUNKS = (Span(0, 0, 3, 0, 1), Span(1, 0, 3, 1, 2), Span(2, 3, 4, 0, 1), Span(3, 3, 4, 1, 2))
 
 

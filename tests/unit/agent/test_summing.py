@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
-import pytest
 from agent_rig import key_of, layout_of_tokens
 
-from kvbaton.agent import rank
 from kvbaton.agent.rank import RegionMemory, Summer
 from kvbaton.agent.rank_orders import CopyId, SpansSummed, SumSpans
 from kvbaton.core.checks import BlockSums, PiecePlanner, Pieces
@@ -120,11 +118,11 @@ def in_blocks_of_16() -> dict[int, PiecePlanner]:
     return {0: PiecePlanner(Layout(32, (group,)))}
 
 
-def test_whole_orders_are_summed_within_what_is_left_of_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank, "_AT_ONCE_BYTES", 0)
+def test_whole_orders_are_summed_within_what_is_left_of_a_turn() -> None:
     reports: list[SpansSummed] = []
     memory = InBlocks()
     summer = Summer(0, memory, reports.append)
+    summer.at_once_bytes = 0
     summer.turn_bytes = 40
     for name in "abc":
         summer.add(ask(name, Span(0, 0, 16, 0, 1), blocks=((0,),)), in_blocks_of_16())
@@ -135,11 +133,11 @@ def test_whole_orders_are_summed_within_what_is_left_of_a_turn(monkeypatch: pyte
     assert [report.sums for report in reports] == [{0: ((0, 7),)}] * 3
 
 
-def test_an_order_that_is_too_long_for_any_turn_is_summed_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank, "_AT_ONCE_BYTES", 0)
+def test_an_order_that_is_too_long_for_any_turn_is_summed_piece_by_piece() -> None:
     reports: list[SpansSummed] = []
     memory = InBlocks()
     summer = Summer(0, memory, reports.append)
+    summer.at_once_bytes = 0
     summer.turn_bytes = 15
     summer.add(ask("k", Span(0, 0, 16, 0, 1), blocks=((0,),)), in_blocks_of_16())
     summer.work()
