@@ -1053,16 +1053,11 @@ class TargetSide:
     def _watch(self, record: TargetRecord) -> None:
         """Set the alarm for the next thing that time will do to this hand-off.
 
-        Called after every step of it, and nearly always the alarm that is set rings first: then nothing else is looked at.
+        Called after every step of it, and nearly always the alarm that is set rings first: then nothing else is looked at. Ends
+        are further off than the next question when they are set, and are only put off; fences may come before it.
         """
         key = record.request.key
-        alarm = self._alarm_times.get(key, math.inf)
-        if (
-            alarm <= record.retry.at
-            and alarm <= record.give_up_at
-            and alarm <= record.capped_at
-            and record.state not in _CLOSING
-        ):
+        if self._alarm_times.get(key, math.inf) <= record.retry.at and record.state not in _CLOSING:
             return
         if self.live.get(key) is record:
             # In quarantine time ends nothing, and leads to stronger means only.
