@@ -180,6 +180,7 @@ class DeclinedRequests:
     """Declines of single hand-offs, by key and prompt, and of whole requests, by transfer id."""
 
     def __init__(self) -> None:
+        self._max_used = _MAX_EXCEPT
         self._single: BoundedMap[HandoffKey, _DeclineRecord] = BoundedMap(_MAX_REMEMBERED)
         self._whole: BoundedMap[TransferId, _DeclineRecord] = BoundedMap(_MAX_REMEMBERED)
 
@@ -205,7 +206,7 @@ class DeclinedRequests:
         if single is not None and single.prompt == prompt and now <= single.until:
             del self._single[key]
             return single.reason
-        if whole is not None and key not in whole.except_for and now <= whole.until and len(whole.except_for) < _MAX_EXCEPT:
+        if whole is not None and key not in whole.except_for and now <= whole.until and len(whole.except_for) < self._max_used:
             whole.except_for.add(key)
             return whole.reason
         return None
@@ -213,6 +214,6 @@ class DeclinedRequests:
     def withdraw(self, key: HandoffKey) -> bool:
         """A target asks for `key` after all: what it declined does not count for `key` any more; whether it had."""
         single, whole = self._single.pop(key, None), self._whole.get(key.transfer_id)
-        if whole is not None and len(whole.except_for) < _MAX_EXCEPT:
+        if whole is not None and len(whole.except_for) < self._max_used:
             whole.except_for.add(key)
         return single is not None or whole is not None

@@ -17,6 +17,9 @@ Find = Callable[[str, str], None]
 
 _SMALL_S = 1e-6
 
+_MOST_EXCEPT = 6
+"""How many hand-offs of a request that is declined as a whole may be excepted: few, so that runs get there."""
+
 
 def watch_declines(declined: DeclinedRequests, find: Find) -> None:
     """From now on report each decline that ends a hand-off twice, or another one, and each that does not end its own."""
@@ -24,6 +27,10 @@ def watch_declines(declined: DeclinedRequests, find: Find) -> None:
     single: dict[HandoffKey, tuple[str, float]] = {}
     whole: dict[TransferId, float] = {}
     spared: dict[TransferId, set[HandoffKey]] = {}
+    vars(declined)["_max_used"] = _MOST_EXCEPT
+
+    def has_room(transfer_id: TransferId) -> bool:
+        return len(spared.get(transfer_id, ())) < _MOST_EXCEPT
 
     def check(transfer_id: TransferId) -> None:
         kept = vars(declined)["_whole"].get(transfer_id)
@@ -44,7 +51,8 @@ def watch_declines(declined: DeclinedRequests, find: Find) -> None:
 
     def used_up(key: HandoffKey, prompt: str, now: float) -> str | None:
         is_single = key in single and single[key][0] == prompt and now <= single[key][1]
-        is_whole = now <= whole.get(key.transfer_id, -math.inf) and key not in spared[key.transfer_id]
+        is_new = key.transfer_id in spared and key not in spared[key.transfer_id] and has_room(key.transfer_id)
+        is_whole = is_new and now <= whole.get(key.transfer_id, -math.inf)
         reason = use_up(key, prompt, now)
         if is_single:
             del single[key]
@@ -57,7 +65,7 @@ def watch_declines(declined: DeclinedRequests, find: Find) -> None:
     def withdrawn(key: HandoffKey) -> bool:
         was_declined = key in single or key.transfer_id in whole
         single.pop(key, None)
-        if key.transfer_id in whole:
+        if key.transfer_id in whole and has_room(key.transfer_id):
             spared[key.transfer_id].add(key)
         is_known = withdraw(key)
         check(key.transfer_id)

@@ -1,5 +1,6 @@
 """What the effects of a target's table leave behind: nothing of what is void, and one notice where a source has no grant. And
 what the calls of its engine do: what is declined is sent at once where the source is known, and what is taken is not declined.
+Which question is repeated, and what ends with a source that is gone, or that is fenced: nothing that has no part in that.
 
 A count of an earlier generation that still counts does harm only if the new one differs in it. So it is looked at right after
 the effect that has to end it.
@@ -12,13 +13,23 @@ from collections.abc import Callable, Iterator
 from kvbaton.agent.engine_port import SourceRequest
 from kvbaton.agent.target import TargetRecord, TargetSide
 from kvbaton.core.card import Card
-from kvbaton.core.handoff import key_problem
-from kvbaton.core.lifecycle import TargetEffect
-from kvbaton.core.messages import Message, Stop
+from kvbaton.core.handoff import Executor, Incarnation, key_problem
+from kvbaton.core.lifecycle import TargetEffect, TargetState
+from kvbaton.core.messages import ConfirmAsk, Grant, Message, Stop
 
-__all__ = ["watch_calls", "watch_effects"]
+__all__ = ["watch_calls", "watch_effects", "watch_losses", "watch_repeats"]
 
 Find = Callable[[str, str], None]
+
+_REPEATED: dict[TargetState, type[Message]] = {
+    TargetState.GRANTED: Grant,
+    TargetState.FILLING: Grant,
+    TargetState.CONFIRMING: ConfirmAsk,
+    TargetState.STOPPING: Stop,
+    TargetState.REVOKING: Stop,
+    TargetState.ISOLATED: Stop,
+}
+"""What a source that has a grant is sent again, by what is waited for."""
 
 
 def watch_effects(target: TargetSide, find: Find) -> None:
@@ -81,6 +92,51 @@ def watch_calls(target: TargetSide, everything_sent: list[tuple[str, Message]], 
                 find("prompt", f"{request.key} is declined, and {source.incarnation}, which is known, is not notified")
 
     vars(target).update(expect=watched_expect, decline=watched_decline)
+
+
+def watch_repeats(target: TargetSide, everything_sent: list[tuple[str, Message]], find: Find) -> None:
+    """From now on have it looked at what is sent again, whenever that is due."""
+    ask_again = vars(TargetSide)["_ask_again"]
+
+    def watched(record: TargetRecord, now: float) -> None:
+        expected, count = _REPEATED.get(record.state) if record.grant else None, len(everything_sent)
+        state, grant = record.state, record.grant
+        ask_again(target, record, now)
+        sent = [each for peer, each in everything_sent[count:] if peer == record.source]
+        about = [type(each) for each in sent if getattr(each, "key", None) == record.key]
+        if expected is not None and about != [expected]:
+            find("taken", f"{record.key} is {state}, and {sent} is sent again about grant {grant}")
+
+    vars(target)["_ask_again"] = watched
+
+
+def watch_losses(target: TargetSide, find: Find) -> None:
+    """From now on report what ends with a source that is gone or fenced, and could have gone on."""
+    on_peer_gone, on_peer_fenced, on_region_fenced = target.on_peer_gone, target.on_peer_fenced, target.on_region_fenced
+
+    def looked_at(others: list[TargetRecord], call: Callable[[], None], cause: str) -> None:
+        before = [(record, record.state) for record in others]
+        call()
+        for record, state in before:
+            if record.state is not state:
+                find("left alone", f"{record.key} of {record.source} was {state} and is {record.state}, because {cause}")
+
+    def gone(source: Incarnation, reason: str) -> None:
+        others = [record for record in target.live.values() if record.source != source]
+        looked_at(others, lambda: on_peer_gone(source, reason), f"{source} is gone")
+
+    def peer_fenced(source: Incarnation, epoch: int) -> None:
+        live = target.live.values()
+        others = [record for record in live if record.source != source or not record.grant or record.epoch >= epoch]
+        looked_at(others, lambda: on_peer_fenced(source, epoch), f"{source} is fenced up to epoch {epoch}")
+
+    def region_fenced(epoch: int) -> None:
+        live = target.live.values()
+        is_read = Executor.TARGET_READS
+        others = [record for record in live if not record.grant or record.epoch >= epoch or record.executor is is_read]
+        looked_at(others, lambda: on_region_fenced(epoch), f"all are fenced up to epoch {epoch}")
+
+    vars(target).update(on_peer_gone=gone, on_peer_fenced=peer_fenced, on_region_fenced=region_fenced)
 
 
 def _left(record: TargetRecord) -> Iterator[str]:

@@ -81,7 +81,7 @@ from kvbaton.sim.decline_watch import (
     watch_questions,
     watch_target_waits,
 )
-from kvbaton.sim.effect_watch import watch_calls, watch_effects
+from kvbaton.sim.effect_watch import watch_calls, watch_effects, watch_losses, watch_repeats
 from kvbaton.sim.embedded_engine import EMBEDDED, EmbeddedClasses, EmbeddedEngine
 from kvbaton.sim.engine import SimEngine, SourceEngine, TargetEngine
 from kvbaton.sim.engine_watch import EngineWatch
@@ -582,6 +582,8 @@ class SimInstance:
         watch_windows(vars(coordinator.source)["_windows"], self._find)
         watch_effects(coordinator.target, self._find)
         watch_calls(coordinator.target, self._sent, self._find)
+        watch_repeats(coordinator.target, self._sent, self._find)
+        watch_losses(coordinator.target, self._find)
         watch_beats(coordinator, partial(self._find, "as set"))
         watch_gone(coordinator, self._find)
         watch_ticks(coordinator, self._find)

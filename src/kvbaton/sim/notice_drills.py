@@ -150,6 +150,57 @@ def _declined_before_a_late_card(rng: random.Random) -> Script:
     )
 
 
+def _notified_again(rng: random.Random) -> Script:
+    """A target declines everything of a transfer id. Its source ends what it is asked for by that, and is notified again."""
+    first = make_request(rng, Mode.PUSH, tokens=1)
+    again = {"retries": 1, "retries_once": True, "reuse_id": True, "retry_after_s": 0.5}
+    request = make_request(rng, Mode.PUSH, tokens=2, at_s=0.5, prefill_delay_s=rng.uniform(0.05, 0.25), **again)
+    script = make_stage(rng, writes=rng.random() < 0.5, request=request)
+    faults = (
+        Fault(FaultKind.REFUSE, 0.45, who="d0", number=2, is_whole=True),
+        Fault(FaultKind.CUT, 0.48, who="p0", other="d0", for_s=rng.uniform(0.3, 0.8)),
+    )
+    return structs.replace(script, requests=(first, request), faults=faults, move_s=0.005, router_cancels=0.0)
+
+
+def _declined_long_ago(rng: random.Random) -> Script:
+    """A target declines everything of a transfer id, and much later the source is asked for it; or it is declined anew."""
+    at_s = rng.uniform(4.6, 5.2)
+    late = make_request(rng, Mode.PUSH, tokens=2, prefill_delay_s=at_s, transfer_id="once")
+    early = make_request(rng, Mode.PUSH, tokens=2, prefill_delay_s=0.2, transfer_id="again")
+    anew = structs.replace(early, at_s=at_s)
+    script = make_stage(rng, writes=rng.random() < 0.5, request=late)
+    is_whole = rng.random() < 0.8
+    faults = tuple(Fault(FaultKind.REFUSE, when, who="d0", number=2, is_whole=is_whole) for when in (0.0, 0.0, at_s - 0.1))
+    return structs.replace(script, requests=(late, early, anew), faults=faults, move_s=0.005, router_cancels=0.0)
+
+
+def _declined_at_another(rng: random.Random) -> Script:
+    """A target declines a request at one source, and its next try at another: the answer of the first is none of the second."""
+    known = tuple(make_request(rng, Mode.PUSH, tokens=1, prefill=number) for number in range(2))
+    one = make_request(rng, Mode.PUSH, tokens=2, at_s=0.5, transfer_id="moved", prefill_delay_s=rng.choice((0.0, 0.5)))
+    other = structs.replace(one, at_s=0.52, prefill=1)
+    script = make_stage(rng, writes=rng.random() < 0.5, request=one)
+    refused = Fault(FaultKind.REFUSE, 0.45, who="d0", number=1, is_whole=rng.random() < 0.5)
+    faults = (
+        refused,
+        refused,
+        Fault(FaultKind.SLOW, 0.48, who="p0", other="d0", for_s=rng.uniform(0.03, 0.2), number=1),
+        Fault(FaultKind.CUT, 0.51, who="d0", other="p1", for_s=rng.uniform(0.3, 0.8)),
+    )
+    return structs.replace(script, requests=(*known, one, other), faults=faults, prefills=2, move_s=0.005, router_cancels=0.0)
+
+
+def _declined_for_many_prompts(rng: random.Random) -> Script:
+    """A target declines everything of a request with more prompts than its source excepts from that, and may take others."""
+    again = {"retries": 1, "retries_once": True, "retry_after_s": 0.3}
+    request = make_request(rng, Mode.PUSH, tokens=1, transfer_id="many", prefill_delay_s=0.05, **again)
+    requests = [structs.replace(request, prompt_index=number, at_s=0.1 * number) for number in range(rng.randint(8, 10))]
+    script = make_stage(rng, writes=rng.random() < 0.5, request=request)
+    refused = Fault(FaultKind.REFUSE, 0.0, who="d0", number=rng.choice((1, 2, 2)), is_whole=True)
+    return structs.replace(script, requests=tuple(requests), faults=(refused,), move_s=0.005, router_cancels=0.0)
+
+
 NOTICES: tuple[Drill, ...] = (
     _declined_and_asked_again,
     _declined_twice,
@@ -160,4 +211,8 @@ NOTICES: tuple[Drill, ...] = (
     _declined_prompt_by_prompt,
     _declined_at_two,
     _declined_before_a_late_card,
+    _notified_again,
+    _declined_long_ago,
+    _declined_at_another,
+    _declined_for_many_prompts,
 )

@@ -279,7 +279,12 @@ class Reactions:
     def _is_declined(self, key: HandoffKey) -> bool:
         """Whether the next request of this hand-off would end because a target has declined it."""
         single, whole = self._declines_of(key)
-        return single is not None or (whole is not None and key not in whole.except_for)
+        return single is not None or (whole is not None and self._has_room(whole) and key not in whole.except_for)
+
+    def _has_room(self, whole: Any) -> bool:
+        """Whether one more can be excepted from the decline of a whole request; if not, it does not end one more either."""
+        most: int = vars(vars(self._source)["_declined"])["_max_used"]
+        return len(whole.except_for) < most
 
     def _owned(self, sender: Incarnation, key: HandoffKey, grant: int) -> SourceRecord | None:
         record = self._source.live.get(key)
@@ -483,7 +488,7 @@ class Reactions:
                 return LEFT_ALONE, f"what is remembered of {stop} is about other requests: {kept}"
             if any(map(self._is_declined, used_up)):
                 return LEFT_ALONE, f"of {used_up} what comes next would end because of {stop}"
-            if not all(map(self._is_declined, to_come)):
+            if not all(map(self._is_declined, to_come)) and (kept is None or self._has_room(kept)):
                 return TAKEN, f"of {to_come} what is yet to come would wait for a target in spite of {stop}"
             for each in ended:
                 if each.verdict is not _ended_by(stop):

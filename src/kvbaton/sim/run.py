@@ -816,8 +816,9 @@ def _declined_within_s(script: Script, limits: Limits) -> float:
     """How soon a source ends what its target has declined, if only a few messages are lost and no id is used again."""
     is_known = all(fault.kind in (FaultKind.REFUSE, FaultKind.LOSE, FaultKind.DOUBLE) for fault in script.faults)
     is_reused = any(request.retries or request.steal_id >= 0 for request in script.requests)
+    is_forgotten = any(request.prefill_delay_s > limits.defer_timeout for request in script.requests)
     lost = sum(fault.number for fault in script.faults if fault.kind is FaultKind.LOSE)
-    if is_reused or not is_known:
+    if is_reused or is_forgotten or not is_known:
         return math.inf
     dialled_again_s = CONNECT_AGAIN_S if script.has_sockets and lost else 0.0
     return _ROUND_TRIP_S + (lost + bool(lost)) * limits.beat_s + dialled_again_s

@@ -17,6 +17,7 @@ from kvbaton.transport.base import LateWrites
 __all__ = ["TARGETS"]
 
 _WRONG = (Contradiction.NO_AUX, Contradiction.ELSEWHERE, Contradiction.EMPTY_SPAN, Contradiction.OVER_BEFORE_THE_GRANT)
+_ABOUT_SPANS = (Contradiction.LEFT_OUT, Contradiction.LEFT_OUT, Contradiction.OTHER_SPAN, Contradiction.OTHER_LENGTH)
 _NUMBERED_WRONGLY = (
     Contradiction.REFUSED_UP_TO_THE_LAST,
     Contradiction.ELSEWHERE,  # of its aux records, which go in messages: this one is not disturbed
@@ -220,6 +221,57 @@ def _refused_while_live(rng: random.Random) -> Script:
     return structs.replace(script, requests=(request, again), faults=(refused,), step_s=0.05, move_s=0.01, router_cancels=0.0)
 
 
+def _asked_by_one_of_two(rng: random.Random) -> Script:
+    """One of two sources has forgotten its target, and asks for its card; the other one has a grant, and is not disturbed."""
+    first = make_request(rng, Mode.PUSH, tokens=1)
+    others = tuple(structs.replace(first, decode=number, at_s=0.1 * number) for number in (1, 2))
+    beside = make_request(rng, Mode.PUSH, tokens=2, prefill=1, at_s=0.35, prefill_delay_s=rng.uniform(0.2, 0.8))
+    again = make_request(rng, rng.choice(list(Mode)), tokens=2, at_s=0.45)
+    script = make_stage(rng, writes=rng.random() < 0.5, request=first)
+    return structs.replace(
+        script,
+        requests=(first, *others, beside, again),
+        prefills=2,
+        decodes=3,
+        most_peers=2,
+        move_s=0.002,
+        step_s=0.002,
+        router_cancels=0.0,
+    )
+
+
+def _source_leaves_out(rng: random.Random) -> Script:
+    """A source leaves a span out of all that it announces and counts, whether it writes or is read; then it names one twice."""
+    request = make_request(rng, Mode.PUSH, chunk=1, tokens=rng.randint(2, 4))
+    script = structs.replace(make_stage(rng, writes=rng.random() < 0.7, request=request), move_s=0.005, step_s=0.005)
+    script = _one_after_the_other(script, Mode.PUSH, _ABOUT_SPANS, is_whole=True)
+    modes = (Mode.PUSH, Mode.PULL, *rng.sample(list(Mode), 2))
+    requests = tuple(structs.replace(each, mode=mode) for each, mode in zip(script.requests, modes, strict=True))
+    return structs.replace(script, requests=requests, integrity=rng.choice((Integrity.OFF, Integrity.OFF, Integrity.FULL)))
+
+
+def _fenced_while_one_waits(rng: random.Random) -> Script:
+    """A target fences a source that does not stop, while another hand-off of that source waits for blocks: that one goes on."""
+    first = make_request(rng, Mode.PUSH, tokens=6, chunk=1)
+    waiting = make_request(rng, rng.choice(list(Mode)), tokens=4, at_s=rng.uniform(0.02, 0.1))
+    script = structs.replace(make_stage(rng, writes=True, request=first), step_s=0.02, move_s=0.01)
+    at_s = rng.uniform(0.12, 0.2)
+    faults = (
+        Fault(FaultKind.CUT, at_s, who="p0", other="d0", for_s=rng.uniform(0.6, 1.2)),
+        Fault(FaultKind.CANCEL_TARGET, at_s + 1e-4, number=0),
+    )
+    return structs.replace(
+        script,
+        requests=(first, waiting),
+        faults=faults,
+        late_writes=LateWrites.REVOCABLE,
+        unfenced_writes=False,
+        decode_blocks=6,
+        rank_lag_s=rng.choice((0.0, 0.01)),
+        router_cancels=0.0,
+    )
+
+
 TARGETS: tuple[Drill, ...] = (
     _cancelled_while_aux_is_read,
     _asked_for_its_card,
@@ -237,4 +289,7 @@ TARGETS: tuple[Drill, ...] = (
     _reader_loses_its_source,
     _fenced_after_a_while,
     _refused_while_live,
+    _asked_by_one_of_two,
+    _source_leaves_out,
+    _fenced_while_one_waits,
 )
