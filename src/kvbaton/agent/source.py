@@ -255,6 +255,8 @@ class SourceSide:
         self.aux_slots = AuxSlots(aux_area)
         self._generation = 0
         self._parked = 0
+        self.most_parked = _MAX_PARKED
+        """How many grants may wait for their prefill; targets choose how many they send."""
         self.busy_since = math.inf
         """When the engine began a step, in which it takes no requests; never, for one that always does."""
         self.late_total: Counter[str] = Counter()
@@ -934,7 +936,7 @@ class SourceSide:
         """A grant for something that the engine does not know (yet). In pull the prefill came first, so it is over."""
         if grant.mode is Mode.PULL:
             self._refuse(sender, grant, "it is not held here (any more)")
-        elif self._parked >= _MAX_PARKED:
+        elif self._parked >= self.most_parked:
             self._refuse(sender, grant, f"{self._parked} grants wait for their prefill already")
         else:
             record = self._new_record(grant.key, SourceState.PARKED)

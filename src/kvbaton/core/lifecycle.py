@@ -346,8 +346,6 @@ def _target() -> TargetTable:
             rows[each, end] = Row(final, (effect.RETURN_BLOCKS,))
     # Late: a message that crossed ours, was delivered twice, or is about something that has been decided since.
     late = {(each, other) for each in closing for other in event if (each, other) not in rows}
-    late |= {(each, event.PEER_KNOWN) for each in live if (each, event.PEER_KNOWN) not in rows}
-    late |= {(each, event.STALE) for each in live if each is not state.GRANTED}
     late |= {(each, event.CONFIRMED) for each in (state.GRANTED, state.FILLING, state.CLEARING)}
     late |= {(state.CONFIRMING, event.ANNOUNCED), (state.CONFIRMING, event.FILLED)}
     terminal = frozenset(_QUIET_TARGET.values()) | {state.DELIVERED}

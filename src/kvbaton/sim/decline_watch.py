@@ -92,6 +92,9 @@ def watch_questions(questions: Questions, find: Find) -> None:
 
     def taken(peer: Incarnation, number: int, now: float) -> None:
         answered(peer, number, now)
+        times = [each.at for each in vars(questions)["_answered"].values()]
+        if times != sorted(times):
+            find("nothing kept", f"{peer} has just answered, and would be forgotten before others that answered earlier")
         if number > latest.get(peer, (-1, 0.0))[0]:
             latest[peer] = number, now
 

@@ -71,7 +71,13 @@ def watch_calls(target: TargetSide, everything_sent: list[tuple[str, Message]], 
     """From now on have it looked at what becomes of requests that the engine takes or declines."""
     expect, decline, notices = target.expect, target.decline, vars(target.decline_notices)["_waiting"]
 
+    def check_source(request: SourceRequest, source: Card | None) -> None:
+        named = request.source_incarnation
+        if source is not None and named not in (None, source.incarnation):
+            find("taken", f"{request.key} is to come from {named}, and the card of {source.incarnation} is taken for its own")
+
     def watched_expect(request: SourceRequest, source: Card | None) -> None:
+        check_source(request, source)
         before = target.live.get(request.key)
         expect(request, source)
         record = target.live.get(request.key)
@@ -79,6 +85,7 @@ def watch_calls(target: TargetSide, everything_sent: list[tuple[str, Message]], 
             find("nothing kept", f"{request.key} is taken, and its source would be notified that it is declined")
 
     def watched_decline(request: SourceRequest, source: Card | None, reason: str) -> None:
+        check_source(request, source)
         # Without a prompt it is about all others of the transfer id, too, whether this one is live or not.
         is_due = not key_problem(request.key) and not (request.prompt and request.key in target.live)
         before, count = notices.get(request.key), len(everything_sent)

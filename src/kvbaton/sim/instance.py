@@ -217,6 +217,7 @@ class Cluster:
     is_forgetful: bool = False
     """Whether what instances remember of ends and of grants is bounded by a few entries."""
     most_peers: int = 0
+    most_parked: int = 0
     """How many cards of peers an instance keeps; 0 for as many as in production."""
     few_cells: int = 0
     """How many cells a rank sums in one turn, and moves in one batch; 0 for as many as in production."""
@@ -506,6 +507,8 @@ class SimInstance:
             vars(self.coordinator).update(on_frame=self._take, take_report=self._take_report)
         if cluster.is_forgetful:
             self._forget_soon()
+        if cluster.most_parked:
+            self.coordinator.source.most_parked = cluster.most_parked
         if cluster.most_peers:
             vars(self.coordinator).update(_peers=WatchedPeers(cluster.most_peers, self.coordinator, cluster.world))
         for transport in self.transports if isinstance(shape, InstanceShape) else ():
@@ -537,6 +540,9 @@ class SimInstance:
         endpoints: list[tuple[Endpoint, ...]] = [(each.endpoint(),) for each in self.transports]
         if f"{self.address}~" in cluster.strangers:
             endpoints[-1] = (Endpoint("another", 1, {}),) if pid % 2 else ()
+        waits_s = cluster.limits.transfer_timeout * (HASTE if self.address in cluster.hasty else 1.0)
+        if f"{self.address}^" in cluster.strangers:
+            waits_s = cluster.limits.defer_timeout
         return Card(
             incarnation=self.incarnation,
             model="tags",
@@ -548,7 +554,7 @@ class SimInstance:
             ),
             process=ProcessId("host", pid, 1),
             defer_timeout=cluster.limits.defer_timeout,
-            transfer_timeout=cluster.limits.transfer_timeout * (HASTE if self.address in cluster.hasty else 1.0),
+            transfer_timeout=waits_s,
         )
 
     def _look_at_coordinator(self) -> None:
@@ -1309,8 +1315,11 @@ class SimInstance:
 
     def _expect_target(self, call: Callable[[HandoffKey, str], None], key: HandoffKey, prompt: str) -> None:
         live = self.coordinator.source.live
-        was_live = key in live
+        was_live, record = key in live, live.get(key)
+        is_parked = record is not None and record.state is SourceState.PARKED and record.prompt == prompt
         call(key, prompt)
+        if is_parked and record is not None and record.state is SourceState.PARKED:
+            self._find("taken", f"{key} is asked for, and the grant of {record.target} for it still waits")
         if problem := self._reactions.admitted(key, prompt, is_declined=not was_live and key not in live):
             self._find("taken", problem)
 

@@ -34,6 +34,16 @@ def _source_contradicts_itself(rng: random.Random) -> Script:
     )
 
 
+def _too_patient(rng: random.Random) -> Script:
+    """One of two targets would wait for longer than sources keep anything: none of them takes it, and the other one goes on."""
+    requests = tuple(
+        make_request(rng, rng.choice((Mode.PUSH, Mode.PULL)), tokens=2, decode=number % 2, at_s=0.1 * number)
+        for number in range(rng.randint(2, 4))
+    )
+    script = make_stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    return structs.replace(script, requests=requests, decodes=2, strangers=("d0^",), move_s=0.01, router_cancels=0.0)
+
+
 def _source_takes_back(rng: random.Random) -> Script:
     """One of two sources refuses what it has accepted, or confirms nothing, or is wrong about how the aux record travels. Of
     several hand-offs it takes each back in another way.
@@ -174,6 +184,7 @@ def _no_peer_there(rng: random.Random) -> Script:
 
 
 PEERS: tuple[Drill, ...] = (
+    _too_patient,
     _source_contradicts_itself,
     _source_contradicts_itself,
     _source_contradicts_itself,

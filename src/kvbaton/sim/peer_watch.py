@@ -112,6 +112,7 @@ class CardWatch:
     def __init__(self, coordinator: Coordinator) -> None:
         self._peers = vars(vars(coordinator)["_peers"])
         self._model = coordinator.card.fingerprint
+        self._kept_s = coordinator.card.defer_timeout
         self._asked_back = vars(coordinator.target.card_requests)["_asked_back_at"]
         self._cards: dict[Incarnation, Card] = {}
         self._at: dict[ControlAddress, Any] = {}
@@ -124,6 +125,8 @@ class CardWatch:
                 yield f"the card of {incarnation} is another one than the first"
             if card.fingerprint != self._model:
                 yield f"{incarnation} serves another model, and its card is kept"
+            if card.transfer_timeout >= self._kept_s and all(each.incarnation != incarnation for each in addresses.values()):
+                yield f"{incarnation} was not dialled, so it is a target; it waits for longer than anything is kept for it"
             if incarnation in self._asked_back:
                 yield f"the card of {incarnation} has come, and still counts as asked for"
             if incarnation in gone:

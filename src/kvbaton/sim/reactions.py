@@ -304,7 +304,9 @@ class Reactions:
         may_be_refused = refused_s < self._limits.defer_timeout + _SMALL_S
         of_before = 0 if record is None else record.grant_number
         is_foreign = record is not None and record.grant is not None and record.target != sender
+        claimed_by = None if record is None or record.grant is not None else record.target
         unchanged = self._unchanged(grant.key, grant) if is_foreign else _nothing
+        is_full = sum(each.state is SourceState.PARKED for each in self._source.live.values()) >= self._source.most_parked
 
         def check(sent: list[Message]) -> Broken:
             now = self._source.live.get(grant.key)
@@ -327,6 +329,11 @@ class Reactions:
                 return LEFT_ALONE, f"{foreign} is no answer to {grant}"
             if now is not None and now is not record and now.state is SourceState.PARKED and grant.mode is Mode.PULL:
                 return TAKEN, f"in pull the prefill comes first, and this one is over: {grant}"
+            if is_full and now is not None and now is not record:
+                return TAKEN, f"as many grants as may wait for their prefill did already: {grant}"
+            is_crowded = any(isinstance(each, Refused) and "wait for their prefill" in each.reason for each in answers)
+            if is_crowded and not is_full:
+                return TAKEN, f"more grants may wait for their prefill, and it is refused: {grant}"
             if is_refused and is_held:
                 return TAKEN, f"its engine has refused the request of {grant}"
             if self._is_declined(grant.key):
@@ -337,6 +344,9 @@ class Reactions:
                 return TAKEN, f"refused, although an earlier grant of that target goes on: {grant}"
             if now is not None and now.grant is None and now.target == sender and _is_refused(sent, grant.key):
                 return LEFT_ALONE, f"{grant} is refused, and still {sender} counts as the target"
+            is_claimed = now is record and claimed_by not in (None, sender) and _is_refused(sent, grant.key)
+            if is_claimed and now is not None and now.target != claimed_by:
+                return LEFT_ALONE, f"{grant} is refused, and {claimed_by}, which waits for it, counts no more as the target"
             return unchanged(sent)
 
         return check
@@ -434,7 +444,9 @@ class Reactions:
         # Of a grant that is parked the engine's own request is yet to come, unless that is over already.
         ends = self._source.ends()
         is_to_come = is_new and record is not None and not record.is_expected
-        is_to_come = is_to_come and (sender, stop.key, 0) not in ends and (None, stop.key, 0) not in ends
+        is_past = (sender, stop.key, 0) in ends or (None, stop.key, 0) in ends
+        is_to_come = is_to_come and not is_past
+        is_past = is_past and (record is None or record.state is SourceState.PARKED)
 
         def check(sent: list[Message]) -> Broken:
             if is_new and record is not None and record.verdict is not _ended_by(stop):
@@ -443,6 +455,8 @@ class Reactions:
                 return LEFT_ALONE, f"a peer that has granted nothing is remembered because of {stop}"
             if record is not None and not is_meant and not is_open and self._declines_of(stop.key) != declined:
                 return LEFT_ALONE, f"it goes on, and the next one would end because of {stop}"
+            if is_past and self._declines_of(stop.key) != declined:
+                return LEFT_ALONE, f"it has ended here before, and the next one would end because of {stop}"
             now = self._source.live.get(stop.key)
             is_ending = now is not None and now.state is SourceState.STOPPING
             if is_meant and now is record and not is_ending:
@@ -514,7 +528,9 @@ class Reactions:
         for key, grant in beat.live:
             record = self._source.live.get(key)
             if record is None:
-                is_over = (sender, key, grant) in ends and key.transfer_id not in self._declined
+                # What has ended before any target was known has ended for each of them that has granted nothing.
+                is_over = (sender, key, grant) in ends or (not grant and (None, key, 0) in ends)
+                is_over = is_over and key.transfer_id not in self._declined
                 over += [key] if is_over else []
             elif record.target not in (None, sender):
                 if record.grant is None:

@@ -167,6 +167,7 @@ class Run:
         self.cluster.watch.is_threaded = script.has_driver
         self.cluster.is_forgetful = script.is_forgetful
         self.cluster.most_peers = script.most_peers
+        self.cluster.most_parked = script.most_parked
         self.cluster.few_cells = script.few_cells
         fabric.batch_bytes = script.few_cells or BATCH_BYTES
         self.cluster.without_area, self.cluster.strangers = script.without_area, script.strangers

@@ -237,11 +237,12 @@ class Script(msgspec.Struct, frozen=True):
     """Addresses of instances whose cards state that they wait for a silent source for less long than all others."""
     strangers: tuple[str, ...] = ()
     """Addresses of instances that serve another model, with a plus only when they come back, or with a tilde whose last rank is
-    reached by none of the others' transports: no other instance hands anything off to them, or takes it."""
+    reached by none of the others' transports, or with a caret which wait for longer than any source keeps something: no other
+    instance hands anything off to them, or takes it."""
 
     def is_strange(self, address: str, other: str) -> bool:
         """Whether nothing can be handed off between two instances, at least when one of them comes back."""
-        return len({each.rstrip("+~") for each in self.strangers}.intersection((address, other))) == 1
+        return len({each.rstrip("+~^") for each in self.strangers}.intersection((address, other))) == 1
 
     library_writes: bool = False
     """Whether writes are what the shipped libraries promise, and not what a transport could that fences."""
@@ -253,6 +254,8 @@ class Script(msgspec.Struct, frozen=True):
     """Whether instances remember so few ends, grants and peers that each is soon forgotten."""
     most_peers: int = 0
     """How many cards of peers an instance keeps; 0 for as many as in production."""
+    most_parked: int = 0
+    """How many grants may wait at a source for their prefill; 0 for as many as in production."""
     rank_lag_s: float = 0.0
     """How long orders to ranks and their reports are under way at most; 0 where ranks live in their coordinator's process."""
 

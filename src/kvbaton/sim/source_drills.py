@@ -186,13 +186,13 @@ def _wanted_after_all(rng: random.Random) -> Script:
 
 def _overtaken(rng: random.Random) -> Script:
     """Heartbeats of a target that queued are late, and arrive when it has granted what they name without a grant."""
-    first = make_request(rng, Mode.PUSH, tokens=4)
+    first = make_request(rng, Mode.PUSH, tokens=2)
     queued = make_request(rng, Mode.PUSH, tokens=4, at_s=0.05)
     script = make_stage(rng, writes=rng.random() < 0.5, request=first)
-    freed_s = rng.uniform(0.5, 0.7)
-    late = Fault(FaultKind.DELAY, rng.uniform(0.1, 0.45), who="d0", other="p0", for_s=rng.uniform(0.2, 0.6))
+    freed_s = rng.uniform(0.3, 0.5)
+    late = Fault(FaultKind.DELAY, rng.uniform(0.1, 0.3), who="d0", other="p0", for_s=rng.uniform(0.4, 0.8))
     return msgspec.structs.replace(
-        script, requests=(first, queued), faults=(late,), decode_blocks=4, decode_s=freed_s, move_s=0.005, step_s=0.15
+        script, requests=(first, queued), faults=(late,), decode_blocks=4, decode_s=freed_s, move_s=0.06, step_s=0.02
     )
 
 
@@ -519,6 +519,47 @@ def _declined_by_the_other(rng: random.Random) -> Script:
     )
 
 
+def _too_many_wait(rng: random.Random) -> Script:
+    """Targets grant much more than a source has requests for: what is too much is refused, and the rest is taken up."""
+    requests = tuple(
+        make_request(
+            rng,
+            Mode.PUSH,
+            tokens=2,
+            at_s=0.05 * number,
+            prefill_delay_s=rng.choice((0.0, 0.1, 0.2)),
+            decode=number % 2,
+            retries=1,
+        )
+        for number in range(rng.randint(4, 6))
+    )
+    script = make_stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    # What is refused fails, and no copy has to: this is what such a failure is put down to.
+    excuses = tuple(Fault(FaultKind.COPY_FAILS, 0.0, who=name) for name in ("p0", "d0", "d1"))
+    return msgspec.structs.replace(
+        script, requests=requests, faults=excuses, decodes=2, move_s=0.01, most_parked=rng.randint(1, 2), router_cancels=0.0
+    )
+
+
+def _stolen_while_it_queues(rng: random.Random) -> Script:
+    """A target queues for memory when another one grants a different prompt of its transfer id: the first is waited for."""
+    first = make_request(rng, Mode.PUSH, tokens=rng.randint(2, 4), at_s=0.05, transfer_id="same")
+    before = make_request(rng, Mode.PUSH, tokens=4)
+    at_s = rng.uniform(0.6, 1.2)
+    other = make_request(rng, Mode.PUSH, tokens=2, decode=1, at_s=at_s, prefill_delay_s=2.0, steal_id=0, transfer_id="same")
+    script = make_stage(rng, writes=rng.random() < 0.5, request=first)
+    return msgspec.structs.replace(
+        script,
+        requests=(first, before, other),
+        decodes=2,
+        decode_blocks=4,
+        decode_s=rng.uniform(1.0, 1.5),
+        step_s=0.02,
+        move_s=0.005,
+        router_cancels=0.0,
+    )
+
+
 def _asked_before_its_grant(rng: random.Random) -> Script:
     """A target queues for memory, and messages come in its name that it has no grant for; a prompt that it has not, too."""
     first = make_request(rng, Mode.PUSH, tokens=4)
@@ -547,6 +588,55 @@ def _given_up_on_the_way(rng: random.Random) -> Script:
         step_s=0.07,
         move_s=0.05,
     )
+
+
+def _written_in_vain(rng: random.Random) -> Script:
+    """A prefill is preempted when some of it is written, to a target that counts the bytes: none of them counts any more."""
+    request = make_request(rng, Mode.PUSH, tokens=6, chunk=2)
+    script = make_stage(rng, writes=True, request=request)
+    preempted = Fault(FaultKind.PREEMPT, rng.uniform(0.1, 0.2), who="p0")
+    return msgspec.structs.replace(
+        script,
+        faults=(preempted,),
+        late_writes=LateWrites.REVOCABLE,
+        unfenced_writes=False,
+        step_s=0.07,
+        move_s=rng.choice((0.005, 0.05)),
+    )
+
+
+def _over_before_it_was_claimed(rng: random.Random) -> Script:
+    """A request is cancelled at its source while its target queues for memory, which learns of that, or cancels it, too."""
+    first = make_request(rng, Mode.PUSH, tokens=4)
+    queued = make_request(rng, Mode.PUSH, tokens=4, at_s=0.05)
+    script = make_stage(rng, writes=rng.random() < 0.5, request=first)
+    at_s = rng.uniform(0.1, 0.4)
+    faults = (
+        Fault(FaultKind.CANCEL_SOURCE, at_s, number=1),
+        Fault(FaultKind.CANCEL_TARGET, at_s + rng.choice((0.0, 0.01, 0.6)), number=1),
+    )
+    return msgspec.structs.replace(
+        script,
+        requests=(first, queued),
+        faults=faults,
+        decode_blocks=4,
+        decode_s=1.5,
+        move_s=0.005,
+        step_s=rng.choice((0.02, 0.1)),
+        router_cancels=0.0,
+    )
+
+
+def _asked_by_another(rng: random.Random) -> Script:
+    """What one target asks about and releases, another one of the same source does, too; answers are slow."""
+    requests = tuple(
+        make_request(rng, rng.choice((Mode.PUSH, Mode.PULL)), tokens=2, decode=number % 2, at_s=0.1 * number)
+        for number in range(rng.randint(6, 8))
+    )
+    script = make_stage(rng, writes=False, request=requests[0])
+    strays = tuple(Fault(FaultKind.STRAY, 0.0, who=name, number=40) for name in ("d0", "d1"))
+    slow = tuple(Fault(FaultKind.SLOW, 0.1, who="p0", other=name, for_s=2.0, number=1) for name in ("d0", "d1"))
+    return msgspec.structs.replace(script, requests=requests, faults=(*strays, *slow), decodes=2, move_s=0.002, step_s=0.005)
 
 
 def _granted_while_stopping(rng: random.Random) -> Script:
@@ -622,5 +712,12 @@ SOURCES: tuple[Drill, ...] = (
     _given_up_on_the_way,
     _granted_while_stopping,
     _another_prompt_declined,
+    _too_many_wait,
+    _too_many_wait,
+    _stolen_while_it_queues,
+    _overtaken,
+    _written_in_vain,
+    _over_before_it_was_claimed,
+    _asked_by_another,
 )
 """Drills about what a source meets rarely."""

@@ -211,6 +211,25 @@ def _fenced_after_a_while(rng: random.Random) -> Script:
     )
 
 
+def _retracted_unannounced(rng: random.Random) -> Script:
+    """What a source announces is lost, and some of it has been written when it is preempted: none of that counts any more."""
+    request = make_request(rng, Mode.PUSH, tokens=6, chunk=2)
+    script = make_stage(rng, writes=True, request=request)
+    faults = (
+        Fault(FaultKind.LOSE, 0.03, who="p0", other="d0", number=1),
+        Fault(FaultKind.PREEMPT, rng.uniform(0.09, 0.13), who="p0"),
+    )
+    return structs.replace(
+        script,
+        faults=faults,
+        late_writes=LateWrites.REVOCABLE,
+        unfenced_writes=False,
+        layers=1,
+        step_s=0.07,
+        move_s=0.005,
+    )
+
+
 def _refused_while_live(rng: random.Random) -> Script:
     """A router sends a request again that is live, and the target refuses all of its transfer id: the live one goes on."""
     request = make_request(rng, Mode.PUSH, tokens=6, chunk=1)
@@ -292,4 +311,5 @@ TARGETS: tuple[Drill, ...] = (
     _asked_by_one_of_two,
     _source_leaves_out,
     _fenced_while_one_waits,
+    _retracted_unannounced,
 )

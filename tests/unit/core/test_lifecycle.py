@@ -53,12 +53,12 @@ CLASSES = {
     # allocated peer-known peer-alive stale-grant announced retracted filled confirmed written mismatched refused copy-failed
     # aborted no-progress peer-gone writer-lost stop-late quiet quiet-failed quiet-cancelled quiet-expired
     "target": {
-        "queued": "r r r l x x x x x x r r r r r x x x x x x",
-        "handshaking": "x r r l x x x x x x r r r r r x x x x x x",
-        "granted": "x l r r r r x l x x r r r r r x x x x x x",
-        "filling": "x l r l r r r l r r r r r r r x x x x x x",
-        "clearing": "x l r l r r x l x x r r r r r x x r x x x",
-        "confirming": "x l r l l r l r x r r r r r r x x x x x x",
+        "queued": "r r r x x x x x x x r r r r r x x x x x x",
+        "handshaking": "x r r x x x x x x x r r r r r x x x x x x",
+        "granted": "x x r r r r x l x x r r r r r x x x x x x",
+        "filling": "x x r x r r r l r r r r r r r x x x x x x",
+        "clearing": "x x r x r r x l x x r r r r r x x r x x x",
+        "confirming": "x x r x l r l r x r r r r r r x x x x x x",
         "stopping": "l l l l l l l l l l l l l l l r r l r r r",
         "revoking": "l l l l l l l l l l l l l l l l r l r r r",
         "isolated": "l l l l l l l l l l l l l l l l r l r r r",
