@@ -1146,7 +1146,8 @@ class TargetSide:
         """Whether no copy, of ours or of the source, can write to the blocks of this hand-off any more."""
         if record.open_copies:
             return False
-        return record.executor is Executor.TARGET_READS or record.peer_is_quiet or not record.grant
+        # One without a grant counts as one that is read: nothing was ever granted to write to.
+        return record.executor is Executor.TARGET_READS or record.peer_is_quiet
 
     def is_summed(self, record: TargetRecord) -> bool:
         """Whether every span of every rank was summed here, or need not be."""
@@ -1314,12 +1315,7 @@ class TargetSide:
         return record.request.source_incarnation in (None, card.incarnation)
 
     def _waiting_for(self, address: ControlAddress) -> list[TargetRecord]:
-        waiting = (TargetState.QUEUED, TargetState.HANDSHAKING)
-        return [
-            record
-            for record in self.live.values()
-            if record.source is None and record.request.source == address and record.state in waiting
-        ]
+        return [record for record in self.live.values() if record.source is None and record.request.source == address]
 
     def _unanswered(self, sender: Incarnation, key: HandoffKey) -> TargetRecord | None:
         record = self.live.get(key)
