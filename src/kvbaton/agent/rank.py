@@ -537,8 +537,7 @@ class RankAgent:
     @property
     def counts_arrivals(self) -> bool:
         """Whether this rank learns from its own transport what peers have written into its memory."""
-        writes = self.fences_writers and self.executor is Executor.SOURCE_WRITES
-        return writes and self._reporting is not None
+        return self.fences_writers and self._reporting is not None
 
     @property
     def fences_writers(self) -> bool:
@@ -553,7 +552,8 @@ class RankAgent:
             case rank_orders.OpenCopy():
                 self.copies[order.copy] = _Copy(order)
             case rank_orders.CloseCopy():
-                self._close_copy(order.copy)
+                # Every rank has reported all of its spans: nothing of it is in flight.
+                self.copies.pop(order.copy, None)
             case rank_orders.StopCopy():
                 self._stop_copy(order.copy)
             case rank_orders.SumSpans():
@@ -707,16 +707,10 @@ class RankAgent:
 
     # Copies.
 
-    def _close_copy(self, copy_id: CopyId) -> None:
-        copy = self.copies.get(copy_id)
-        if copy is not None and copy.is_drained:
-            del self.copies[copy_id]
-
     def _move_spans(self, order: rank_orders.MoveSpans) -> None:
         copy = self.copies.get(order.copy)
         if copy is None:
-            self._report(rank_orders.CopyFailed(order.copy, self.rank, "the copy is not open"))
-            return
+            return  # it has failed or stopped, and that report is on its way
         for together in _neighbours(order.spans):
             if copy.state is CopyState.OPEN:
                 self._post(copy, order.source_blocks, together)

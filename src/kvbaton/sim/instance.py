@@ -129,7 +129,7 @@ from kvbaton.sim.strays import (
 )
 from kvbaton.sim.tag_model import TagCache, TagCacheShape
 from kvbaton.sim.target_watch import TargetWatch
-from kvbaton.sim.transport import Fabric, FencingSimTransport, SimRank, SimTransport
+from kvbaton.sim.transport import Fabric, FencingSimTransport, ReportingSimTransport, SimRank, SimTransport
 from kvbaton.sim.virtual_sockets import VirtualMachine, Wires
 from kvbaton.sim.vllm_engine import VllmEngine
 from kvbaton.sim.vllm_workers import VLLM, VllmClasses
@@ -302,6 +302,12 @@ class _SimControl:
         return self._instance.is_gone(process)
 
 
+def _transport_of(fabric: Fabric) -> type[SimTransport]:
+    if fabric.library_writes or (fabric.is_plain and fabric.late_writes is LateWrites.IMPOSSIBLE):
+        return SimTransport
+    return FencingSimTransport if fabric.is_plain else ReportingSimTransport
+
+
 class _SimRanks:
     """Passes orders to the rank agents: at once, or to loops of their own, where they are under way for a while."""
 
@@ -439,7 +445,7 @@ class SimInstance:
         else:
             self.rank_processes = [self.process] * shape.ranks
         self.transports = [
-            (SimTransport if cluster.fabric.library_writes else FencingSimTransport)(
+            _transport_of(cluster.fabric)(
                 cluster.fabric,
                 self.rank_processes[rank],
                 PeerRank(self.incarnation, rank),
@@ -525,7 +531,7 @@ class SimInstance:
         """Sources write where that can be undone, or was asked for; a rank counts what comes where it can be undone."""
         is_fenced = transport.late_writes is LateWrites.REVOCABLE
         writes = is_fenced or (self.cluster.unfenced_writes and transport.late_writes is LateWrites.UNFENCED)
-        counts = is_fenced and isinstance(transport, FencingSimTransport)
+        counts = is_fenced and not self.cluster.fabric.is_plain
         found = agent.executor is Executor.SOURCE_WRITES, agent.fences_writers, agent.counts_arrivals
         if found != (writes, is_fenced, counts):
             self._find("as set", f"a rank writes, fences and counts: {found}, and not {(writes, is_fenced, counts)}")

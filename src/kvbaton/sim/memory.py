@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -63,6 +64,9 @@ class RankMemory:
         self._aux_region = RegionMemory(memoryview(self.aux))
         self.summed = self.largest = 0
         """How many cells were summed in this turn, and in how large a piece at most."""
+        self.most = sys.maxsize
+        self.is_late = False
+        """How many may be summed in a turn, and whether a sum was begun when these were summed."""
 
     def get(self, block: int, layer: int) -> TaggedCell:
         """What the cell of `layer` in `block` holds."""
@@ -109,6 +113,7 @@ class RankMemory:
         """The checksums over the tags of the cells of each part, in order; the first one continues `value`."""
         if not ends or ends[-1] != len(pieces):
             raise Bug(f"{len(pieces)} pieces are to be summed up to {list(ends)}")
+        self.is_late |= self.summed >= self.most
         sums, first = [], 0
         for end in ends:
             for offset, count in pieces[first:end].tolist():

@@ -7,7 +7,7 @@ import random
 from msgspec import structs
 
 from kvbaton.core.checks import PIECE_TOKENS
-from kvbaton.core.handoff import AuxChannel, Integrity, Mode
+from kvbaton.core.handoff import Integrity, Mode
 from kvbaton.sim.drill_stage import Drill, make_request, make_stage
 from kvbaton.sim.script import CacheScript, Fault, FaultKind, Script
 from kvbaton.transport.base import LateWrites
@@ -146,6 +146,43 @@ def _sums_in_whole_turns(rng: random.Random) -> Script:
     )
 
 
+def _sums_pile_up(rng: random.Random) -> Script:
+    """Spans of several hand-offs are to be summed at the same time, by a rank that has stood still for a while."""
+    requests = tuple(make_request(rng, Mode.PUSH, tokens=6, chunk=rng.choice((2, 3))) for _ in range(3))
+    script = make_stage(rng, writes=rng.random() < 0.5, request=requests[0])
+    stands = Fault(FaultKind.PAUSE_RANK, rng.uniform(0.005, 0.02), who=rng.choice(("p0", "d0")), for_s=0.3, number=0)
+    return structs.replace(
+        script,
+        requests=requests,
+        faults=(stands,),
+        few_cells=rng.randint(1, 3),
+        integrity=Integrity.FULL,
+        rank_lag_s=rng.choice((0.001, 0.01)),
+        move_s=0.002,
+    )
+
+
+def _plain_transports(rng: random.Random) -> Script:
+    """Transports that do no more than they have to, of which peers are lost, cut off or fenced, and come back."""
+    requests = tuple(
+        make_request(rng, rng.choice(list(Mode)), tokens=rng.randint(3, 6), at_s=0.1 * number, retries=rng.randint(0, 1))
+        for number in range(rng.randint(1, 3))
+    )
+    script = make_stage(rng, writes=False, request=requests[0])
+    kind = rng.choice((FaultKind.SEVER, FaultKind.CUT, FaultKind.CRASH, FaultKind.CANCEL_TARGET, FaultKind.STALL))
+    who, other = rng.choice((("p0", "d0"), ("d0", "p0")))
+    fault = Fault(kind, rng.uniform(0.01, 0.2), who=who, other=other, for_s=rng.choice((0.5, 5.0)), number=0)
+    return structs.replace(
+        script,
+        requests=requests,
+        faults=(fault,)[: rng.randint(0, 3)],
+        late_writes=rng.choice((LateWrites.IMPOSSIBLE, LateWrites.IMPOSSIBLE, LateWrites.REVOCABLE)),
+        is_plain=True,
+        integrity=rng.choice(list(Integrity)),
+        rank_lag_s=rng.choice((0.0, 0.01)),
+    )
+
+
 def _with_engines(rng: random.Random, block_tokens: int, ranks: tuple[int, int]) -> Script:
     """Two instances with the embedded engine of production, and room for all that they are asked for."""
     mode = rng.choice(list(Mode))
@@ -174,10 +211,20 @@ def _sums_in_blocks(rng: random.Random) -> Script:
     return structs.replace(script, few_cells=rng.choice((0, 50, 70, 130, 200, 300)))
 
 
+def _block_sums_pile_up(rng: random.Random) -> Script:
+    """Orders that are summed in one go pile up at a rank that stands still: of two, one waits for a turn of its own."""
+    script = _with_engines(rng, PIECE_TOKENS, (1, 1))
+    requests = tuple(structs.replace(each, at_s=0.0) for each in (*script.requests, script.requests[0]))
+    stands = Fault(FaultKind.PAUSE_RANK, rng.uniform(0.0, 0.003), who=rng.choice(("p0", "p0", "d0")), for_s=0.3, number=0)
+    return structs.replace(script, requests=requests, faults=(stands,), layers=1, few_cells=rng.choice((70, 100, 150)))
+
+
 def _heads_on_several_ranks(rng: random.Random) -> Script:
-    """There are more ranks than heads, so that some of a source have nothing to write, or nothing that is read from them."""
-    script = _with_engines(rng, rng.choice((2, 3, 4)), rng.choice(((4, 1), (4, 2), (1, 4), (2, 4), (4, 4))))
-    return structs.replace(script, aux_channel=rng.choice(list(AuxChannel)))
+    """There are more ranks than heads, so that some of a source have nothing to hand over; heads may be in another order."""
+    script = _with_engines(rng, rng.choice((2, 3, 4)), rng.choice(((4, 1), (4, 2), (4, 2), (2, 2), (1, 4), (4, 4))))
+    first, second = script.caches
+    caches = structs.replace(first, is_reversed=rng.random() < 0.5), second
+    return structs.replace(script, caches=caches, layers=rng.choice((1, 1, 2)))
 
 
 def _ended_while_full(rng: random.Random) -> Script:
@@ -208,4 +255,7 @@ RANKS: tuple[Drill, ...] = (
     _sums_in_whole_turns,
     _sums_in_blocks,
     _heads_on_several_ranks,
+    _plain_transports,
+    _sums_pile_up,
+    _block_sums_pile_up,
 )

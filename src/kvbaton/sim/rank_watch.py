@@ -111,6 +111,7 @@ class RankWatch:
         order: Connect,
         error: str,
         *,
+        is_first: bool,
         sessions: Collection[PeerRank],
         routes: Mapping[Incarnation, Routes],
         unreachable: Mapping[Incarnation, str],
@@ -129,6 +130,8 @@ class RankWatch:
             return f"{peer} counts as out of reach: {unreachable.get(peer)}, and not: {error}"
         found = {each for each in sessions if each.incarnation == peer}
         needed = set(routes[peer].peers) if peer in routes else set()
+        if is_first and peer in routes and PeerRank(peer, 0) not in found:
+            return f"sessions with {found} of {peer}, and aux records travel between first ranks"
         return "" if found == needed else f"sessions with {found} of {peer}, and {needed} are needed"
 
     def begin_turn(self, waiting: Collection[PeerRank]) -> None:
@@ -161,6 +164,12 @@ class RankWatch:
         next_turn = math.inf if deadline is None else deadline
         return f"its next turn is at {next_turn}, and {retries} are due" if min(retries, default=math.inf) < next_turn else ""
 
-    def turn_problem(self, summed: int, largest: int, most: int) -> str:
-        """What is wrong with a turn that summed so many cells, in pieces of at most so many."""
+    def turns_problem(self, first: tuple[Side, HandoffKey] | None, left: tuple[tuple[Side, HandoffKey], ...]) -> str:
+        """What is wrong with the queue of hand-offs after a turn that began with `first`: next is another one."""
+        return f"{first} has had its turn, and is the next of {left} again" if len(left) > 1 and left[0] == first else ""
+
+    def turn_problem(self, summed: int, largest: int, most: int, *, is_late: bool) -> str:
+        """What is wrong with a turn that summed so many cells, in pieces of at most so many, some of them when it was over."""
+        if is_late:
+            return f"{most} cells may be summed in one turn, and were when more of them was begun"
         return f"{summed} cells were summed in one turn, and {most} may be" if summed > most + largest else ""

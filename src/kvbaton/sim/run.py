@@ -169,6 +169,7 @@ class Run:
         self.cluster.most_peers = script.most_peers
         self.cluster.most_parked = script.most_parked
         self.cluster.few_cells = script.few_cells
+        fabric.is_plain = script.is_plain
         fabric.batch_bytes = script.few_cells or BATCH_BYTES
         self.cluster.without_area, self.cluster.strangers = script.without_area, script.strangers
         self.cluster.hasty = script.hasty
@@ -247,7 +248,9 @@ class Run:
         if script.caches:
             cache = script.caches[index]
             stages = 1 if cache.vllm is None else cache.vllm.stages
-            shape = TagCacheShape(cache.ranks, cache.blocks, script.layers, cache.block_tokens, HEADS, stages)
+            shape = TagCacheShape(
+                cache.ranks, cache.blocks, script.layers, cache.block_tokens, HEADS, stages, cache.is_reversed
+            )
             self.cluster.step_tokens, self.cluster.vllm = cache.step_tokens, cache.vllm
         instance = SimInstance(self.cluster, address, role, shape, clock)
         if isinstance(instance.engine, TargetEngine):

@@ -193,6 +193,8 @@ class CacheScript(msgspec.Struct, frozen=True):
     step_tokens: int = 5
     """How many tokens one step runs at most; of prefills, a block of them at least."""
     vllm: VllmScript | None = None
+    is_reversed: bool = False
+    """Whether the first rank has the last heads, so that first ranks may have nothing in common."""
 
 
 class LoadScript(msgspec.Struct, frozen=True):
@@ -246,6 +248,8 @@ class Script(msgspec.Struct, frozen=True):
 
     library_writes: bool = False
     """Whether writes are what the shipped libraries promise, and not what a transport could that fences."""
+    is_plain: bool = False
+    """Whether transports do no more than they have to: none reports what arrives, and one that only reads fences nothing."""
     few_cells: int = 0
     """How many cells a rank sums in one turn, and moves in one batch; 0 for as many as in production."""
     uneven: float = 1.0

@@ -65,6 +65,8 @@ class TagCacheShape:
     block_tokens: int
     heads: int
     stages: int = 1
+    is_reversed: bool = False
+    """Whether the first rank of a stage has its last heads."""
 
     @property
     def shape(self) -> Shape:
@@ -88,7 +90,8 @@ class TagCacheShape:
 
     def heads_of(self, rank: int) -> range:
         """The heads of one rank."""
-        first = rank % self.shape.tp * self.heads // self.shape.tp
+        place = rank % self.shape.tp
+        first = (self.shape.tp - 1 - place if self.is_reversed else place) * self.heads // self.shape.tp
         return range(first, first + self.held_heads)
 
     def cells_of(self, rank: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvbaton.agent.rank import RankAgent
 from kvbaton.agent.rank_orders import (
+    CloseCopy,
     Connect,
     CopyFailed,
     CopyId,
@@ -35,7 +37,7 @@ from kvbaton.sim.rank_watch import RankWatch
 from kvbaton.sim.world import SimProcess, World
 from kvbaton.transport.base import BATCH_BYTES, AfterEvent, Arrival, Batch, Completion, Direction, LateWrites, PeerRank, Ticket
 
-__all__ = ["Fabric", "FencingSimTransport", "SimRank", "SimTransport"]
+__all__ = ["Fabric", "FencingSimTransport", "ReportingSimTransport", "SimRank", "SimTransport"]
 
 if TYPE_CHECKING:
     from kvbaton.agent.rank import _SumJob
@@ -87,6 +89,8 @@ class Fabric:
     """How many times slower every fourth batch is, so that batches overtake each other."""
     library_writes: bool = False
     """Whether writers are as those that are shipped: what failed may land later, and no memory is registered anew."""
+    is_plain: bool = False
+    """Whether transports do no more than they have to: none reports what arrives, and one that only reads fences nothing."""
     batch_bytes: int = BATCH_BYTES
     stop_within_s: float = math.inf
     """How soon a copy has to be quiet, after its transport was asked to stop it, so that its session is not torn down."""
@@ -427,19 +431,10 @@ class SimTransport:
 
 
 class FencingSimTransport(SimTransport):
-    """One that can fence a peer, or all of them by registering its memory anew; as `tcp` with `fenced_writes`.
+    """One that can fence a peer, or all of them by registering its memory anew; as one that wraps `tcp` with `fenced_writes`.
 
     What it had sent over a connection that it gives up may be stored by its peer later, until that fences it.
     """
-
-    def on_arrival(self, arrival: Arrival) -> None:
-        """Report it here at once; the writer learns it one move later."""
-        self._arrivals.append(arrival)
-        self._fabric.world.at(self._fabric.world.now, self._process, self._wake)
-
-    def take_arrivals(self) -> list[Arrival]:
-        arrivals, self._arrivals = self._arrivals, []
-        return arrivals
 
     def _may_land(self, posted: _PostedBatch) -> bool:
         is_write = posted.batch.direction is Direction.WRITE and self.late_writes is LateWrites.REVOCABLE
@@ -457,6 +452,19 @@ class FencingSimTransport(SimTransport):
         self._epoch = max(epoch, self._epoch)
 
 
+class ReportingSimTransport(FencingSimTransport):
+    """One that reports what has arrived, too; as `tcp` itself."""
+
+    def on_arrival(self, arrival: Arrival) -> None:
+        """Report it here at once; the writer learns it one move later."""
+        self._arrivals.append(arrival)
+        self._fabric.world.at(self._fabric.world.now, self._process, self._wake)
+
+    def take_arrivals(self) -> list[Arrival]:
+        arrivals, self._arrivals = self._arrivals, []
+        return arrivals
+
+
 class SimRank(RankAgent):
     """A rank agent that names the copy of each batch to its simulated transport, so that writes can be checked."""
 
@@ -472,11 +480,15 @@ class SimRank(RankAgent):
         self._watch.on_order(order)
         if isinstance(order, StopCopy) and order.copy in self.copies and isinstance(self._transport, SimTransport):
             self._transport.stopped.add(order.copy)
+        if isinstance(order, CloseCopy) and (copy := self.copies.get(order.copy)) is not None and not copy.is_drained:
+            self._world.find("nothing kept", f"rank {self.rank}: more of it is moving: {order}")
         self._reads_aux = isinstance(order, ReadAux)
         if isinstance(order, Connect):
             self._connect_and_check(order)
         elif isinstance(order, SumSpans):
             self._sum_and_check(order)
+        elif isinstance(order, Disconnect | RevokePeer):
+            self._part_and_check(order)
         else:
             super().handle(order)
         self._reads_aux = False
@@ -493,9 +505,28 @@ class SimRank(RankAgent):
         finally:
             sessions = self._transport.open_sessions if isinstance(self._transport, SimTransport) else ()
             if problem := self._watch.connected_problem(
-                order, error, sessions=sessions, routes=self._routes, unreachable=self._unreachable
+                order, error, is_first=self.rank == 0, sessions=sessions, routes=self._routes, unreachable=self._unreachable
             ):
                 self._world.find("nothing kept", f"rank {self.rank}: {problem}")
+
+    def _part_and_check(self, order: Disconnect | RevokePeer) -> None:
+        """Every rank is fenced that the peer may write from, and what waits for the peer is offered: it is gone."""
+        routes, transport, offers = self._routes.get(order.incarnation), self._transport, self._watch.offers
+        waiting = [
+            copy
+            for each in vars(self._backlog)["_peers"].values()
+            for part in each.parts
+            if (copy := self.copies.get(part.copy)) is not None and copy.state is CopyState.OPEN
+        ]
+        super().handle(order)
+        if isinstance(order, RevokePeer) and transport.late_writes is LateWrites.UNFENCED:
+            return
+        if waiting and self._watch.offers == offers:
+            self._world.find("prompt", f"rank {self.rank}: {len(waiting)} parts wait, and none was offered after {order}")
+        if isinstance(order, RevokePeer) and routes is not None and isinstance(transport, FencingSimTransport):
+            unfenced = [peer for peer in routes.peers if transport.peer_epochs.get(peer, 0) < order.epoch]
+            if unfenced:
+                self._world.find("fenced everywhere", f"rank {self.rank}: {unfenced} are not after {order}")
 
     def _sum_and_check(self, order: SumSpans) -> None:
         """What is soon summed in one go does not wait for a turn."""
@@ -570,10 +601,14 @@ class SimRank(RankAgent):
             return
         has_completed, waiting = transport.has_completed, len(self._backlog)
         watch.begin_turn(vars(self._backlog)["_peers"])
-        memory.summed = memory.largest = 0
+        jobs = vars(self._summer)["_jobs"]
+        first = next(iter(jobs), None)
+        memory.summed, memory.largest, memory.most, memory.is_late = 0, 0, self._summer.turn_bytes, False
         super().poll()
+        memory.most = sys.maxsize
         offered = watch.offer_problem(has_completed=has_completed, waiting=(waiting, len(self._backlog)))
-        if problem := offered or watch.turn_problem(memory.summed, memory.largest, self._summer.turn_bytes):
+        summed = watch.turn_problem(memory.summed, memory.largest, self._summer.turn_bytes, is_late=memory.is_late)
+        if problem := offered or summed or watch.turns_problem(first, tuple(jobs)):
             self._world.find("prompt", f"{transport.address} rank {self.rank}: {problem}")
 
     def _has_turn(self, transport: SimTransport) -> bool:
