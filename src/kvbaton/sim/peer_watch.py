@@ -160,10 +160,15 @@ def watch_ticks(coordinator: Coordinator, find: Callable[[str, str], None]) -> N
     def given_up() -> int:
         return source.failures_total[SourceEvent.LEASE_OUT] + target.failures_total[TargetEvent.NO_PROGRESS]
 
+    def alarms() -> list[dict[HandoffKey, float]]:
+        return [dict(vars(each)["_timers"].times) for each in (source, target, target.decline_notices)]
+
     def watched(*, is_behind: bool = False) -> None:
-        before, rung = given_up(), sorted(vars(source)["_timers"].times.items())
+        # What dead peers had to do with us ends at once, behind or not, and its alarms go with it.
+        is_still = is_behind and vars(coordinator)["_clock"]() < vars(coordinator)["_gone_check_at"]
+        before, rung = given_up(), alarms() if is_still else []
         tick(is_behind=is_behind)
-        if is_behind and (given_up() > before or sorted(vars(source)["_timers"].times.items()) != rung):
+        if is_behind and (given_up() > before or (is_still and alarms() != rung)):
             find("on time", "frames wait to be read, and alarms ring")
 
     vars(coordinator)["tick"] = watched

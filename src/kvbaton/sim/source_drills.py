@@ -627,6 +627,21 @@ def _over_before_it_was_claimed(rng: random.Random) -> Script:
     )
 
 
+def _used_again_unnoticed(rng: random.Random) -> Script:
+    """A target does not learn that its hand-off has ended at the source, which has begun another one of that id elsewhere."""
+    first = make_request(rng, Mode.PUSH, tokens=6, chunk=1, transfer_id="same")
+    again = make_request(rng, Mode.PUSH, tokens=6, chunk=1, decode=1, at_s=0.2, steal_id=0, transfer_id="same")
+    script = make_stage(rng, writes=rng.random() < 0.5, request=first)
+    at_s = rng.uniform(0.1, 0.15)
+    faults = (
+        Fault(FaultKind.CUT, at_s, who="p0", other="d0", for_s=0.1),
+        Fault(FaultKind.CANCEL_SOURCE, at_s + 0.01, number=0),
+    )
+    return msgspec.structs.replace(
+        script, requests=(first, again), faults=faults, decodes=2, step_s=0.1, move_s=0.05, router_cancels=0.0
+    )
+
+
 def _asked_by_another(rng: random.Random) -> Script:
     """What one target asks about and releases, another one of the same source does, too; answers are slow."""
     requests = tuple(
@@ -719,5 +734,7 @@ SOURCES: tuple[Drill, ...] = (
     _written_in_vain,
     _over_before_it_was_claimed,
     _asked_by_another,
+    _used_again_unnoticed,
+    _used_again_unnoticed,
 )
 """Drills about what a source meets rarely."""
