@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 from kvbaton.agent.engine_port import SourceRequest
 from kvbaton.agent.target import TargetRecord, TargetSide
+from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import Card
 from kvbaton.core.handoff import Executor, Incarnation, key_problem
 from kvbaton.core.lifecycle import TargetEffect, TargetState
@@ -102,8 +103,14 @@ def watch_calls(target: TargetSide, everything_sent: list[tuple[str, Message]], 
 
 
 def watch_repeats(target: TargetSide, everything_sent: list[tuple[str, Message]], find: Find) -> None:
-    """From now on have it looked at what is sent again, whenever that is due."""
-    ask_again = vars(TargetSide)["_ask_again"]
+    """From now on have it looked at what is sent again, whenever that is due, and that what is sent has a number of its own."""
+    ask_again, send = vars(TargetSide)["_ask_again"], vars(TargetSide)["_send"]
+
+    def numbered(record: TargetRecord, message: Message) -> None:
+        before = max((each.question for each in target.live.values()), default=0)
+        send(target, record, message)
+        if record.source is not None and record.question <= before:
+            find("nothing twice", f"{record.key}: question {record.question} after {before}: {message}")
 
     def watched(record: TargetRecord, now: float) -> None:
         expected, count = _REPEATED.get(record.state) if record.grant else None, len(everything_sent)
@@ -114,12 +121,13 @@ def watch_repeats(target: TargetSide, everything_sent: list[tuple[str, Message]]
         if expected is not None and about != [expected]:
             find("taken", f"{record.key} is {state}, and {sent} is sent again about grant {grant}")
 
-    vars(target)["_ask_again"] = watched
+    vars(target).update(_ask_again=watched, _send=numbered)
 
 
 def watch_losses(target: TargetSide, find: Find) -> None:
-    """From now on report what ends with a source that is gone or fenced, and could have gone on."""
+    """From now on report what ends with a source that is gone, fenced or refused, and could have gone on."""
     on_peer_gone, on_peer_fenced, on_region_fenced = target.on_peer_gone, target.on_peer_fenced, target.on_region_fenced
+    on_refused_peer = target.on_refused_peer
 
     def looked_at(others: list[TargetRecord], call: Callable[[], None], cause: str) -> None:
         before = [(record, record.state) for record in others]
@@ -143,7 +151,11 @@ def watch_losses(target: TargetSide, find: Find) -> None:
         others = [record for record in live if not record.grant or record.epoch >= epoch or record.executor is is_read]
         looked_at(others, lambda: on_region_fenced(epoch), f"all are fenced up to epoch {epoch}")
 
-    vars(target).update(on_peer_gone=gone, on_peer_fenced=peer_fenced, on_region_fenced=region_fenced)
+    def refused(address: ControlAddress, reason: str, source: Incarnation | None = None) -> None:
+        others = [each for each in target.live.values() if each.source is not None or each.request.source != address]
+        looked_at(others, lambda: on_refused_peer(address, reason, source), f"{address} was refused")
+
+    vars(target).update(on_peer_gone=gone, on_peer_fenced=peer_fenced, on_region_fenced=region_fenced, on_refused_peer=refused)
 
 
 def _left(record: TargetRecord) -> Iterator[str]:

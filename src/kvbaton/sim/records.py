@@ -96,7 +96,7 @@ def count_problems(source: SourceSide, target: TargetSide, ranks: int) -> Iterat
     is_summed = target.compares_sums
     for target_record in target.live.values():
         quarantined += target_record.quarantined
-        for problem in _target_problems(target_record, ranks, is_summed):
+        for problem in _target_problems(target_record, ranks, is_summed, target.sum_size):
             yield f"{target_record.key}, {target_record.state} target: {problem}"
     if source.late_total[SourceEvent.LEASE_OUT]:
         yield "a lease has ended of what is ending anyhow"
@@ -180,7 +180,7 @@ def _source_problems(record: SourceRecord, ranks: int, sum_size: int) -> Iterato
             yield "everything is summed, and the question is not answered"
 
 
-def _target_problems(record: TargetRecord, ranks: int, is_summed: bool) -> Iterator[str]:
+def _target_problems(record: TargetRecord, ranks: int, is_summed: bool, sum_size: int) -> Iterator[str]:
     spans, state = record.spans.keys(), record.state
     moved = sum(map(len, record.moved.values())) if record.moved else 0
     is_reading = record.executor is Executor.TARGET_READS
@@ -201,6 +201,8 @@ def _target_problems(record: TargetRecord, ranks: int, is_summed: bool) -> Itera
         for rank, numbers in record.unsummed.items():
             if numbers and len(record.moved.get(rank, ())) == record.span_count:
                 yield f"everything is in on rank {rank}, and {numbers} are not being summed"
+            if spans >= set(numbers) and sum(span_size(record.spans[number]) for number in numbers) >= sum_size:
+                yield f"{numbers} are in on rank {rank}, are worth an order, and are not being summed"
     if record.unsummed and any(not spans >= set(numbers) for numbers in record.unsummed.values()):
         yield f"{record.unsummed} are to be summed, of {list(spans)}"
     if (record.sums or record.summing) and not {span for _, span in record.sums} <= record.summing <= spans:

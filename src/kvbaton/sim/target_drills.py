@@ -291,6 +291,29 @@ def _fenced_while_one_waits(rng: random.Random) -> Script:
     )
 
 
+def _granted_while_fenced(rng: random.Random) -> Script:
+    """A target fences a source that does not stop, and grants it more before all ranks have reported that: this one goes on."""
+    first = make_request(rng, Mode.PUSH, tokens=6, chunk=1)
+    at_s = rng.uniform(0.05, 0.1)
+    others = tuple(make_request(rng, Mode.PUSH, tokens=2, at_s=at_s + 0.5 + rng.uniform(0.0, 0.2)) for _ in range(4))
+    script = make_stage(rng, writes=True, request=first)
+    faults = (
+        Fault(FaultKind.CUT, at_s, who="p0", other="d0", for_s=rng.uniform(0.6, 0.8)),
+        Fault(FaultKind.CANCEL_TARGET, at_s + 1e-4, number=0),
+    )
+    return structs.replace(
+        script,
+        requests=(first, *others),
+        faults=faults,
+        late_writes=LateWrites.REVOCABLE,
+        unfenced_writes=False,
+        rank_lag_s=0.1,
+        step_s=0.02,
+        move_s=0.01,
+        router_cancels=0.0,
+    )
+
+
 TARGETS: tuple[Drill, ...] = (
     _cancelled_while_aux_is_read,
     _asked_for_its_card,
@@ -312,4 +335,5 @@ TARGETS: tuple[Drill, ...] = (
     _source_leaves_out,
     _fenced_while_one_waits,
     _retracted_unannounced,
+    _granted_while_fenced,
 )

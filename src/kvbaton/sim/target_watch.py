@@ -20,9 +20,11 @@ from kvbaton.agent.rank_orders import (
     ReadAux,
     RevokePeer,
     SpansMoved,
+    SumSpans,
 )
 from kvbaton.agent.target import TargetRecord
 from kvbaton.config import Limits
+from kvbaton.core.checks import span_size
 from kvbaton.core.handoff import AuxChannel, Executor, HandoffKey, Incarnation
 from kvbaton.core.lifecycle import TargetState
 from kvbaton.core.messages import MAX_NUMBER, Announced, Grant, Message, Over, Prefilled, Refused, Retracted, Stop, Stopped
@@ -170,6 +172,8 @@ class TargetWatch:
                 return f"the aux record comes in a message: {order}"
         if isinstance(order, RevokePeer):
             return self._revoke_problem(order)
+        if isinstance(order, SumSpans) and order.side is Side.TARGET:
+            return self._summing_problem(order)
         return self._moving_problem(order) if isinstance(order, MoveSpans) else ""
 
     def _revoke_problem(self, order: RevokePeer) -> str:
@@ -185,6 +189,17 @@ class TargetWatch:
             for each in revoking
         )
         return "" if is_due or is_lost else f"the source is quiet, or was asked to stop just now: {order}"
+
+    def _summing_problem(self, order: SumSpans) -> str:
+        """What a source has written is summed as a whole; what is read, when it is worth an order or everything is in."""
+        record = self._target.live.get(order.copy.key)
+        if record is None or record.copy != order.copy:
+            return ""
+        if record.executor is Executor.SOURCE_WRITES:
+            return "" if len(order.spans) == record.span_count else f"there are {record.span_count} spans: {order}"
+        is_whole = any(len(numbers) == record.span_count for numbers in record.moved.values())
+        is_worth_it = sum(map(span_size, order.spans)) >= self._target.sum_size
+        return "" if is_whole or is_worth_it else f"more is to come, and this is not worth an order: {order}"
 
     def _moving_problem(self, order: MoveSpans) -> str:
         """The time on the wire is counted from when something began to be moved until nothing is."""
