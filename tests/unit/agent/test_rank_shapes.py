@@ -32,7 +32,7 @@ from kvbaton.core.tensors import dense_tensor, split_layers, tensor_group
 from kvbaton.core.timeline import Side
 from kvbaton.core.topology import Shape, head_range
 from kvbaton.errors import TransportError
-from kvbaton.transport.base import Region, TransportSettings
+from kvbaton.transport.base import Endpoint, PeerRank, Region, TransportSettings
 from kvbaton.transport.memory import MemoryHub, MemoryTransport
 from model_cuts import stage_layers
 from watching import wait_until
@@ -228,12 +228,20 @@ def test_sums_for_a_peer_that_is_not_connected_are_refused() -> None:
 
 def test_a_peer_of_which_one_rank_is_out_of_reach_has_no_session_with_the_others_either() -> None:
     """It is refused as a whole: what was reached before would stay for ever, because nothing disconnects it any more."""
+    connected: list[PeerRank] = []
+    revoked: list[PeerRank] = []
+
+    class Noted(MemoryTransport):
+        def connect(self, peer: PeerRank, endpoint: Endpoint) -> None:
+            connected.append(peer)
+            super().connect(peer, endpoint)
+
+        def revoke(self, peer: PeerRank) -> None:
+            revoked.append(peer)
+            super().revoke(peer)
+
     hub, memory = MemoryHub(), np.zeros(1 << 16, np.uint8)
-    transport = MemoryTransport(Region.of(memory), hub, TransportSettings(incarnation=Incarnation("here")))
-    connected, revoked = [], []
-    connect, revoke = transport.connect, transport.revoke
-    transport.connect = lambda peer, endpoint: (connected.append(peer), connect(peer, endpoint))[1]  # type: ignore[method-assign]
-    transport.revoke = lambda peer: (revoked.append(peer), revoke(peer))[1]  # type: ignore[method-assign]
+    transport = Noted(Region.of(memory), hub, TransportSettings(incarnation=Incarnation("here")))
     own, halves = rank_layout(Shape.parse("tp1"), 0, 2), [rank_layout(Shape.parse("tp2"), rank, 2) for rank in range(2)]
     there = MemoryTransport(Region.of(memory), hub, TransportSettings(incarnation=Incarnation("peer")))
     ranks = RankCard(0, halves[0], (there.endpoint(),)), RankCard(1, halves[1], ())
