@@ -10,6 +10,7 @@ from kvbaton.agent.target import TargetRecord, TargetSide
 from kvbaton.agent.timers import Backoff, Questions, Timers
 from kvbaton.config import Limits
 from kvbaton.core.handoff import HandoffKey, Incarnation, TransferId
+from kvbaton.sim.effect_watch import method_of
 
 __all__ = ["notice_problems", "watch_declines", "watch_notice_waits", "watch_questions", "watch_target_waits"]
 
@@ -161,10 +162,10 @@ def watch_target_waits(target: TargetSide, limits: Limits, clock: Callable[[], f
         return None if record is None else record.state
 
     _watch_waits(vars(target)["_timers"], backoff_of, state_of, limits, find)
-    progress = vars(TargetSide)["_progress"]
+    progress = method_of(target, "_progress")
 
     def watched(record: TargetRecord) -> None:
-        progress(target, record)
+        progress(record)
         if abs(record.retry.at - clock() - limits.retry) > _SMALL_S or record.retry.wait_s != limits.retry:
             find("on time", f"{record.key} has got further, and its source is asked again after {record.retry.wait_s} s")
 

@@ -18,7 +18,7 @@ from kvbaton.core.handoff import Executor, Incarnation, key_problem
 from kvbaton.core.lifecycle import TargetEffect, TargetState
 from kvbaton.core.messages import ConfirmAsk, Grant, Message, Stop
 
-__all__ = ["watch_calls", "watch_effects", "watch_losses", "watch_repeats"]
+__all__ = ["method_of", "watch_calls", "watch_effects", "watch_losses", "watch_repeats"]
 
 Find = Callable[[str, str], None]
 
@@ -102,20 +102,26 @@ def watch_calls(target: TargetSide, everything_sent: list[tuple[str, Message]], 
     vars(target).update(expect=watched_expect, decline=watched_decline)
 
 
+def method_of(side: TargetSide, name: str) -> Callable[..., None]:
+    """A method of this side, not of its class: a plant may have its own."""
+    method: Callable[..., None] = getattr(side, name)
+    return method
+
+
 def watch_repeats(target: TargetSide, everything_sent: list[tuple[str, Message]], find: Find) -> None:
     """From now on have it looked at what is sent again, whenever that is due, and that what is sent has a number of its own."""
-    ask_again, send = vars(TargetSide)["_ask_again"], vars(TargetSide)["_send"]
+    ask_again, send = method_of(target, "_ask_again"), method_of(target, "_send")
 
     def numbered(record: TargetRecord, message: Message) -> None:
         before = max((each.question for each in target.live.values()), default=0)
-        send(target, record, message)
+        send(record, message)
         if record.source is not None and record.question <= before:
             find("nothing twice", f"{record.key}: question {record.question} after {before}: {message}")
 
     def watched(record: TargetRecord, now: float) -> None:
         expected, count = _REPEATED.get(record.state) if record.grant else None, len(everything_sent)
         state, grant = record.state, record.grant
-        ask_again(target, record, now)
+        ask_again(record, now)
         sent = [each for peer, each in everything_sent[count:] if peer == record.source]
         about = [type(each) for each in sent if getattr(each, "key", None) == record.key]
         if expected is not None and about != [expected]:

@@ -647,7 +647,7 @@ def _plants() -> Iterator[tuple[str, str, str, Bugs]]:
     yield "wrong-rank", "span counted for the wrong rank", after, _sides(target=_WrongRank)
     yield "arrivals-not-awaited", "bytes on their way taken for written", "foreign byte", _sides(target=_ArrivalsNotAwaited)
     moved = _sides(source=_MovedOfAnEarlierGeneration)
-    yield "moved-of-an-earlier-generation", "span of a retracted generation counted", after, moved
+    yield "moved-of-an-earlier-generation", "span of a retracted generation counted", "left alone", moved
     yield "failed-overwritten", "failed overwritten by done", "confirmed before delivered", _sides(target=_FailedOverwritten)
     released = _sides(source=_ReleasedByAnEarlierGrant)
     yield "released-by-an-earlier-grant", "grant of a release ignored", "released by its target", released

@@ -41,8 +41,8 @@ class Two:
         self.source = self.net.add(card("s", source_area), 1)
         self.target = self.net.add(card("t", target_area), 2, settings=DATA)
 
-    def start(self, name: str = "k", aux: Aux = AUX) -> None:
-        """Up to the point where all is announced and moved, and the aux record is on its way."""
+    def start(self, name: str = "k", aux: Aux = AUX, *, is_moved: bool = True) -> None:
+        """Up to the point where all is announced, and moved, and the aux record is on its way."""
         key = key_of(name)
         wanted = SourceRequest(key, name, self.source.address, None, Mode.PULL)
         self.source.coordinator.expect_target(key, name)
@@ -50,7 +50,8 @@ class Two:
         self.target.coordinator.expect_source(wanted)
         self.target.coordinator.allocated(Allocation(wanted, BLOCKS, TOKENS, 0))
         self.net.deliver_all()
-        self.target.ranks.finish_all()
+        if is_moved:
+            self.target.ranks.finish_all()
         self.settle()
 
     def read(self, error: str = "") -> None:
@@ -86,6 +87,22 @@ def test_a_record_is_fetched_out_of_a_slot_and_both_slots_are_free_afterwards() 
     assert two.slots() == (0, 0)
     assert two.fallbacks() == {}
     assert [type(event) for event in two.source.events if isinstance(event, SourceEnded)] == [SourceEnded]
+
+
+def test_a_record_that_comes_when_its_hand_off_is_being_stopped_is_late_and_its_slot_is_free() -> None:
+    two = Two()
+    two.start(is_moved=False)
+    side = two.target.coordinator.target
+    side.cancel(KEY, "the client is gone")
+    record = side.live[KEY]
+    assert record.state is TargetState.STOPPING
+    until = record.give_up_at
+    two.net.clock.now += 1.0
+    two.target.ranks.read_all_aux(two.source.ranks, "")
+    two.target.settle()
+    assert side.late_total["aux"] == 1
+    assert (record.aux, record.give_up_at) == (None, until)
+    assert len(side.aux_slots) == 0
 
 
 @pytest.mark.parametrize("areas", [(None, AREA), (AREA, None), (None, None)])

@@ -198,8 +198,11 @@ def test_what_is_dropped_is_neither_summed_nor_reported() -> None:
 
 def test_what_cannot_be_summed_is_reported_at_once() -> None:
     reports: list[SpansSummed] = []
-    Summer(0, None, reports.append).add(ask("k", WHOLE), ONE_LEG)
-    Summer(0, Slow(), reports.append).add(ask("k", Span(4, 0, 5, 0, 1)), ONE_LEG)
+    without, slow = Summer(0, None, reports.append), Summer(0, Slow(), reports.append)
+    without.add(ask("k", WHOLE), ONE_LEG)
+    slow.add(ask("k", Span(4, 0, 5, 0, 1)), ONE_LEG)
+    assert not without.has_work
+    assert not slow.has_work
     assert [(report.sums, report.error[:9]) for report in reports] == [({}, "checksum:"), ({}, "checksum:")]
     assert "no memory" in reports[0].error
     assert "4 blocks where 5 are needed" in reports[1].error

@@ -783,6 +783,16 @@ def test_a_source_that_ended_before_any_grant_ends_the_hand_off_that_waits(rig: 
     assert rig.take_events() == [TargetEnded(KEY, Outcome.FAILED, "the source cancelled: the client is gone")]
 
 
+def test_an_end_without_a_grant_is_late_once_the_source_has_answered(rig: Rig) -> None:
+    """It is that of an earlier hand-off of the same key: this one has a grant, and would be named by it."""
+    rig.grant()
+    rig.announce(0)
+    rig.side.on_over(S1, Over(KEY, 0, Outcome.CANCELLED, "the client is gone"))
+    assert rig.side.late_total["over"] == 1
+    assert rig.state() is TargetState.FILLING
+    assert rig.take_events() == []
+
+
 def test_messages_that_name_no_grant_are_not_for_a_request_that_has_none(rig: Rig) -> None:
     rig.side.expect(rig.request(), card_of("s1", RANKS))
     rig.announce(0, grant=0)
