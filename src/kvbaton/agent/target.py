@@ -868,15 +868,13 @@ class TargetSide:
         although the first is still written to. It ends, and only the answer to its own Stop gives the blocks back. The
         next hand-off begins with a number that the source accepts.
         """
-        following = next_sequence(self._last_sequence.get(source, 0), refused.used_up_to)
-        if following <= MAX_NUMBER:
-            self._last_sequence[source] = following - 1
+        self._follow_refusal(source, refused.used_up_to)
         self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, refused.reason)
 
     def _grant_anew(self, record: TargetRecord, source: Incarnation, used_up_to: int) -> None:
         """A number was refused as stale: take the next one that the source accepts, unless it has refused too many."""
         record.stale_grants += 1
-        following = next_sequence(self._last_sequence.get(source, 0), used_up_to)
+        following = self._follow_refusal(source, used_up_to)
         if record.stale_grants > _MAX_STALE or following > MAX_NUMBER:
             reason = (
                 f"the source refused {record.stale_grants} grants in a row as stale, the last one as number {record.sequence} "
@@ -886,8 +884,14 @@ class TargetSide:
             record.peer_is_quiet = True
             self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, reason)
         else:
-            self._last_sequence[source] = following - 1
             self.step(record, TargetEvent.STALE)
+
+    def _follow_refusal(self, source: Incarnation, used_up_to: int) -> int:
+        """The next number that the source accepts; the next grant to it has that number, whichever hand-off it is about."""
+        following = next_sequence(self._last_sequence.get(source, 0), used_up_to)
+        if following <= MAX_NUMBER:
+            self._last_sequence[source] = following - 1
+        return following
 
     def on_over(self, sender: Incarnation, over: Over) -> None:
         """The source has ended and is quiet, but for what it has sent and given up: that is fenced first, where we can."""

@@ -545,6 +545,16 @@ def test_a_source_that_refuses_every_number_fails_the_hand_off_by_name(rig: Rig,
     assert str(grants[-1].sequence) in ended.reason
 
 
+def test_what_the_last_refusal_states_counts_for_the_next_hand_off(rig: Rig) -> None:
+    rig.grant()
+    for refused in range(1, 10):
+        number = rig.side.live[KEY].grant
+        rig.side.on_refused(S1, Refused("used before", KEY, number, stale=True, used_up_to=1000 * refused))
+    assert outcomes(rig.take_events()) == [Outcome.FAILED]
+    rig.grant(key_of("next"))
+    assert rig.sent(Grant)[-1].sequence == 9001
+
+
 def test_a_source_without_a_number_left_fails_the_hand_off_by_name(rig: Rig) -> None:
     rig.grant()
     rig.side.on_refused(S1, Refused("used before", KEY, 1, stale=True, used_up_to=1 << 62))
