@@ -918,6 +918,9 @@ class SimInstance:
         sent = [each for recipient, each in self._sent if recipient == envelope.sender] if self._sent else []
         if (broken := check(sent)) is not None:
             self.cluster.world.find(broken[0], f"{self.process.name}: {broken[1]}")
+        if via is not None and isinstance(message, Hello) and envelope.sender not in vars(vars(self.coordinator)["_peers"])["_cards"]:
+            # The question is answered, and its card is not taken: the next request has to ask again.
+            self.cluster.watch.was_refused(self.process.name, via.host)
         if notice is not None and notice.source != envelope.sender and notices.get(key) is not notice:
             self._find("left alone", f"a notice about {key} was for {notice.source}, and ends by that of {envelope.sender}")
         if key is not None:

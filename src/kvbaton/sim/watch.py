@@ -255,7 +255,7 @@ class Watch:
                 self._world.find("no needless message", f"{name} asks {address} again after {local_s - before:.3f} s")
 
     def was_refused(self, name: str, address: str) -> None:
-        """The peer at an address has refused an instance: whatever comes next has to ask it again."""
+        """The peer at an address has refused an instance, or was refused: whatever comes next has to ask it again."""
         self._sent_at.pop((name, address), None)
 
     def _check_wait(self, about: tuple[object, ...], local_s: float, wait_s: float, message: Message) -> None:
