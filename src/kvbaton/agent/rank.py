@@ -453,7 +453,7 @@ class _Copy(msgspec.Struct, eq=False):
     moving: dict[int, _Moving] = msgspec.field(default_factory=dict)
     """By the number of the first span."""
     plan_of: tuple[BlockLists, int, int] = ((), 0, 0)
-    plans: tuple[BlockRuns, ...] = ()
+    plans: Sequence[BlockRuns] = ()
     """One per route."""
 
     @property
@@ -727,13 +727,7 @@ class RankAgent:
     def _post(self, copy: _Copy, source_blocks: BlockLists, spans: tuple[Span, ...]) -> None:
         moving = copy.moving[spans[0].number] = _Moving(spans)
         try:
-            plans, most = self._plan(copy, source_blocks, spans), self._transport.batch_bytes
-            parts: list[tuple[PeerRank, Part]] = []
-            for peer, runs in plans:
-                planned = count_bytes(runs)
-                moving.planned += planned
-                batches = cut_runs(runs, planned, most)
-                parts.extend((peer, Part(copy.order.copy, spans[0].number, batch)) for batch in batches)
+            parts = self._parts(copy, source_blocks, moving)
             moving.unposted = len(parts)
         except KVBatonError as error:
             self._fail(copy, str(error))
@@ -748,6 +742,19 @@ class RankAgent:
                 if copy.state is CopyState.OPEN:
                     self._backlog.add(peer, part, self._clock())
         self._finish(copy, moving)
+
+    def _parts(self, copy: _Copy, source_blocks: BlockLists, moving: _Moving) -> list[tuple[PeerRank, Part]]:
+        """The batches of spans by peer, and count what they move."""
+        copy_id, number, most = copy.order.copy, moving.spans[0].number, self._transport.batch_bytes
+        parts: list[tuple[PeerRank, Part]] = []
+        for peer, runs in self._plan(copy, source_blocks, moving.spans):
+            planned = count_bytes(runs)
+            moving.planned += planned
+            if 0 < planned <= most:  # as `cut_runs` does: nearly always, and this is on the way of every span
+                parts.append((peer, Part(copy_id, number, runs)))
+            else:
+                parts += [(peer, Part(copy_id, number, batch)) for batch in cut_runs(runs, planned, most)]
+        return parts
 
     def _post_part(self, peer: PeerRank, part: Part) -> None:
         """Post one batch; raises QueueFull. Another error fails the copy, and what is left of it is not posted."""
@@ -798,9 +805,9 @@ class RankAgent:
         routes = known.reads if order.executor is Executor.TARGET_READS else known.writes
         first, end = max(spans[0].first_token, order.cached_tokens), spans[-1].end_token
         if copy.plan_of != (source_blocks, first, end):
-            copy.plans = tuple(
+            copy.plans = [
                 plan_blocks(route.pair, source_blocks, order.target_blocks, first, end, order.total_tokens) for route in routes
-            )
+            ]
             copy.plan_of = (source_blocks, first, end)
         layers = range(spans[0].first_layer, spans[-1].end_layer)
         return [(route.peer, plan_layers(route.pair, plan, layers)) for route, plan in zip(routes, copy.plans, strict=True)]
@@ -826,7 +833,7 @@ class RankAgent:
         self._settle(copy)
 
     def _settle(self, copy: _Copy) -> None:
-        if copy.is_drained:
+        if copy.state is not CopyState.OPEN and copy.is_drained:
             self._step(copy, CopyEvent.DRAINED)
 
     def _step(self, copy: _Copy, event: CopyEvent, moving: _Moving | None = None) -> None:

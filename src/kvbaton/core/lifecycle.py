@@ -367,7 +367,7 @@ def _copy() -> CopyTable:
     }
     busy = (state.BROKEN, state.STOPPING)
     late = {(each, other) for each in busy for other in (event.POSTED, event.MOVED, event.ERROR)}
-    late |= {(state.STOPPING, event.STOP), (state.OPEN, event.DRAINED)}
+    late.add((state.STOPPING, event.STOP))
     return Table("copy", state.OPEN, rows, frozenset({state.FAILED, state.STOPPED}), frozenset(late))
 
 

@@ -35,9 +35,6 @@ __all__ = ["BlockRuns", "Runs", "pair_layouts", "plan_blocks", "plan_layers", "p
 _FEW_RUNS = 1024
 """Up to so many runs are planned one by one: to take the short form apart again would cost more than it saves."""
 
-_FEWEST_RUNS = 32
-"""Up to so many runs of a plan of a few blocks are made without NumPy."""
-
 _FEW_BLOCKS = 32
 """Up to so many blocks are planned without NumPy: each of its calls costs as much as a block does in Python."""
 
@@ -53,8 +50,11 @@ class TokenPlaces:
         return int(self.places[:, 2].sum()) * len(self.pattern.items)
 
 
-FewRuns = list[tuple[int, int, int]]
-"""The runs of one layer of a few blocks: (source offset, target offset, bytes)."""
+FewRuns = list[int]
+"""The runs of one layer of a few blocks: source offset, target offset and bytes of each, one behind the other.
+
+Flat, because NumPy takes three times as long for a list of rows.
+"""
 
 LayerRuns = Numbers | TokenPlaces | FewRuns
 
@@ -99,8 +99,10 @@ def plan_blocks(
         if len(lists) != len(pair.groups):
             raise RangeError(f"{side} block lists are for {len(lists)} groups where the layout has {len(pair.groups)}")
     return tuple(
-        _group_runs(group, source_list, target_list, first_token, tokens, total)
-        for group, source_list, target_list in zip(pair.groups, source_blocks, target_blocks, strict=True)
+        [  # a list, as a generator takes twice as long for the one group of most layouts
+            _group_runs(group, source_list, target_list, first_token, tokens, total)
+            for group, source_list, target_list in zip(pair.groups, source_blocks, target_blocks, strict=True)
+        ]
     )
 
 
@@ -112,7 +114,7 @@ def plan_layers(pair: Pair, blocks: BlockRuns, layers: range | None = None) -> R
     parts, count = [], 0
     for group, runs in zip(pair.groups, blocks, strict=True):
         for piece, in_layer in zip(group.pieces, runs, strict=True):
-            if runs_in_layer := len(in_layer):
+            if runs_in_layer := len(in_layer) // 3 if isinstance(in_layer, list) else len(in_layer):
                 slots = piece.slots_of(layers)
                 parts.append((piece, in_layer, slots))
                 count += runs_in_layer * len(slots.starts)
@@ -185,9 +187,9 @@ def _join_few(piece: Piece, pages: Sequence[tuple[int, int, int]], tokens: tuple
             begun_bytes += count
         else:
             if begun_bytes:
-                joined.append((begun_of, begun_at, begun_bytes))
+                joined += (begun_of, begun_at, begun_bytes)
             begun_of, begun_at, begun_bytes = of, at, count
-    joined.append((begun_of, begun_at, begun_bytes))
+    joined += (begun_of, begun_at, begun_bytes)
     return joined
 
 
@@ -255,27 +257,15 @@ def _strip(piece: Piece, in_layer: LayerRuns, rows: Numbers) -> Strip:
 
 
 def _over_slots(piece: Piece, in_layer: LayerRuns, slots: Slots) -> Runs:
-    is_within = piece.slots_in_block and len(slots.starts) > 1
-    if isinstance(in_layer, list) and len(in_layer) * len(slots.starts) <= _FEWEST_RUNS and not is_within:
-        # From one flat list: NumPy takes more than twice as long for a list of rows.
-        numbers = [
-            number
-            for source, target in slots.starts
-            for of, at, count in in_layer
-            for number in (of + source, at + target, count)
-        ]
-        return np.array(numbers, np.uint64).reshape(-1, 3)
     runs = unroll_places(in_layer.places, in_layer.pattern) if isinstance(in_layer, TokenPlaces) else _listed(in_layer)
-    if is_within:
+    if piece.slots_in_block and len(slots.starts) > 1:
         return _within_blocks(runs, slots.rows).view(np.uint64)
     few: Numbers = runs + slots.rows
     return few.reshape(-1, 3).view(np.uint64)
 
 
 def _listed(runs: Numbers | FewRuns) -> Numbers:
-    if isinstance(runs, list):
-        return np.array([number for run in runs for number in run], np.int64).reshape(-1, 3)
-    return runs
+    return np.array(runs, np.int64).reshape(-1, 3) if isinstance(runs, list) else runs
 
 
 def _within_blocks(runs: Numbers, rows: Numbers) -> Numbers:

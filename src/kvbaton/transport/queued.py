@@ -186,7 +186,6 @@ class Ledger(Generic[L]):
         self._peers: dict[PeerRank, _KnownPeer[L]] = {}
         self._jobs: dict[Ticket, BatchJob[L]] = {}
         self._peer_of: dict[Ticket, PeerRank] = {}
-        self._count_of: Counter[PeerRank] = Counter()
         self._cancelling: set[Ticket] = set()
         self._commands: list[MoverCommand[L]] = []
         self._completions: list[Completion] = []
@@ -236,7 +235,7 @@ class Ledger(Generic[L]):
             known = self._known(batch.peer)
             if known is not checked:  # revoked and connected anew in between, maybe with a smaller region
                 raise TransportError(f"peer {batch.peer.incarnation!r} was connected anew in the meantime; post again")
-            if len(self._peer_of) >= self._settings.max_in_flight and self._count_of[batch.peer]:
+            if len(self._peer_of) >= self._settings.max_in_flight and batch.peer in self._peer_of.values():
                 raise QueueFull(
                     f"queue full: {self._settings.max_in_flight} batches are in flight (max_in_flight); poll, then post again"
                 )
@@ -340,7 +339,7 @@ class Ledger(Generic[L]):
             self.done.clear()
             completions, self._completions = self._completions, []
             for completion in completions:
-                self._uncount(self._peer_of.pop(completion.ticket))
+                del self._peer_of[completion.ticket]
             return completions
 
     def ring(self) -> None:
@@ -387,7 +386,6 @@ class Ledger(Generic[L]):
         self._last_ticket += 1
         ticket = Ticket(self._last_ticket)
         self._peer_of[ticket] = peer
-        self._count_of[peer] += 1
         return ticket
 
     def _confirm_moved(self) -> None:
@@ -441,11 +439,6 @@ class Ledger(Generic[L]):
                 self._look_at_begun()
                 if self._begun is not begun:
                     return
-
-    def _uncount(self, peer: PeerRank) -> None:
-        self._count_of[peer] -= 1
-        if not self._count_of[peer]:
-            del self._count_of[peer]
 
     def _known(self, peer: PeerRank) -> _KnownPeer[L]:
         self._refuse_when_shut()

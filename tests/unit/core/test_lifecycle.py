@@ -69,7 +69,7 @@ CLASSES = {
     },
     # posted moved error stop drained
     "copy": {
-        "open": "r r r r l",
+        "open": "r r r r x",
         "broken": "l l l r r",
         "stopping": "l l l l r",
         "failed": "l l l l l",

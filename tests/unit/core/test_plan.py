@@ -65,8 +65,6 @@ def test_every_byte_comes_from_the_right_place_exactly_once_and_no_other_is_touc
 @given(cases())
 def test_few_blocks_are_planned_as_many_are(case: Case) -> None:
     few = _plan(case)
-    with mock.patch.object(plan, "_FEWEST_RUNS", 0):
-        assert _plan(case).tolist() == few.tolist()
     with mock.patch.object(plan, "_FEW_BLOCKS", 0):
         assert _plan(case).tolist() == few.tolist()
 
