@@ -35,6 +35,7 @@ from scenario import (
 from kvbaton.agent import target as target_module
 from kvbaton.agent.decline_notices import DeclineNotices
 from kvbaton.agent.engine_port import SourceRequest
+from kvbaton.agent.rank import RankAgent
 from kvbaton.core.handoff import Incarnation, Mode, Outcome
 from kvbaton.sim.engine import Prefill, SourceEngine
 from kvbaton.sim.instance import Bugs
@@ -367,6 +368,51 @@ def test_one_rank_fails(flow: Flow) -> None:
     worst = _worst(flow, Fault(FaultKind.COPY_FAILS, who=writer, number=1))
     assert worst.ends == {BOTH_DELIVERED, (Outcome.FAILED, Outcome.FAILED)}
     assert max(worst.back.values()) < NORMAL_S
+
+
+@every_flow
+def test_a_transport_moves_less_than_it_reports(flow: Flow) -> None:
+    """The count of bytes shows it, and nothing else does: both sides fail together, with both counts."""
+    writer = "p0" if flow.source_writes else "d0"
+    worst = _worst(flow, Fault(FaultKind.COPY_FAILS, who=writer, other="short", number=1))
+    assert worst.ends == {BOTH_DELIVERED, (Outcome.FAILED, Outcome.FAILED)}
+    assert max(worst.back.values()) < NORMAL_S
+
+
+@every_read
+def test_control_a_count_that_is_believed_lands_a_cache_with_a_hole(flow: Flow, monkeypatch: pytest.MonkeyPatch) -> None:
+    complete = RankAgent._complete
+
+    def as_posted(agent: RankAgent, copy: Any, moving: Any, completion: Any) -> None:
+        complete(agent, copy, moving, msgspec.structs.replace(completion, moved_bytes=moving.planned))
+
+    monkeypatch.setattr(RankAgent, "_complete", as_posted)
+    short = Fault(FaultKind.COPY_FAILS, who="d0", other="short", number=1)
+    assert "foreign byte" in first_broken(at_every_event(make(flow), short))
+
+
+@every_write
+def test_the_reply_to_the_last_byte_of_a_write_is_lost(flow: Flow) -> None:
+    """Where the target counts bytes it has delivered, and the source alone has failed; else both fail."""
+    worst = _worst(flow, Fault(FaultKind.COPY_FAILS, who="p0", other="last", number=1))
+    failed = (Outcome.FAILED, Outcome.DELIVERED if flow.counts_arrivals else Outcome.FAILED)
+    assert worst.ends == {BOTH_DELIVERED, failed}
+    assert worst.back["d0"] < NORMAL_S + _fence_s(flow)
+    assert worst.back["p0"] < NORMAL_S
+
+
+@every_push
+@pytest.mark.parametrize("late_s", [0.0, 0.05, 0.2])
+def test_refused_at_the_source(flow: Flow, late_s: float) -> None:
+    """Its engine refuses the request, before or after the grant has come: both sides end at once."""
+    script = make(flow, request(flow, prefill_delay_s=late_s))
+    refused = 0
+    for story in map(play, at_every_event(script, Fault(FaultKind.REFUSE, who="p0", number=1))):
+        assert not story.rules, story.result.violations
+        assert story.ends[0] in (BOTH_DELIVERED, (Outcome.FAILED, Outcome.FAILED))
+        refused += story.ends[0] != BOTH_DELIVERED
+        assert max(story.back("p0"), story.back("d0")) < late_s + NORMAL_S
+    assert refused
 
 
 @every_flow

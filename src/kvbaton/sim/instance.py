@@ -918,7 +918,8 @@ class SimInstance:
         sent = [each for recipient, each in self._sent if recipient == envelope.sender] if self._sent else []
         if (broken := check(sent)) is not None:
             self.cluster.world.find(broken[0], f"{self.process.name}: {broken[1]}")
-        if via is not None and isinstance(message, Hello) and envelope.sender not in vars(vars(self.coordinator)["_peers"])["_cards"]:
+        known = vars(vars(self.coordinator)["_peers"])["_cards"]
+        if via is not None and isinstance(message, Hello) and envelope.sender not in known:
             # The question is answered, and its card is not taken: the next request has to ask again.
             self.cluster.watch.was_refused(self.process.name, via.host)
         if notice is not None and notice.source != envelope.sender and notices.get(key) is not notice:

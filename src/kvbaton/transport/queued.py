@@ -16,7 +16,7 @@ from __future__ import annotations
 import abc
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
