@@ -233,6 +233,8 @@ class Cluster:
     confirmed: set[tuple[str, HandoffKey, int]] = field(default_factory=set)
     released: set[tuple[str, HandoffKey, int]] = field(default_factory=set)
     """Target, key and grant of every `Confirmed` and `Release` that was ever sent."""
+    stray_releases: set[tuple[str, HandoffKey, int]] = field(default_factory=set)
+    """And of every `Release` that was sent in a target's name."""
     births: int = 0
     watch: Watch = field(init=False)
 
@@ -805,6 +807,8 @@ class SimInstance:
             sender, stray = world.random.choice(others), message
         elif peer is not None and world.random.random() < 0.5 and (ask := asked_anyhow(message, world.random)) is not None:
             sender, stray, address, recipient = peer, ask, self.address, self.incarnation
+            if isinstance(ask, Release):
+                self.cluster.stray_releases.add((peer.incarnation, ask.key, ask.grant))
         if stray is not None:
             self.strays -= 1
             frame = encode(sender.incarnation, recipient, stray)
@@ -1128,7 +1132,9 @@ class SimInstance:
         if not ends and self.thread is not None and self.cluster.is_forgetful:
             # An engine on a thread of its own learns of an end when that may be forgotten.
             return
-        if not ends or ends[-1] not in self.cluster.released:
+        # Once this side has confirmed, the release of a stray cannot be told from the one that its target is about to send.
+        believed = self.cluster.released | (self.cluster.stray_releases & self.cluster.confirmed)
+        if not ends or ends[-1] not in believed:
             self.cluster.world.violate("released by its target", f"{self.process.name}: {event.key} of {ends[-1:]}")
 
     def close(self) -> None:
