@@ -172,7 +172,7 @@ class TestGrantAtAnyTime:
         class Lenient(SimRank):
             def _plan(
                 self, copy: _Copy, source_blocks: BlockLists, spans: tuple[Span, ...]
-            ) -> list[tuple[PeerRank, Runs | Plan]]:
+            ) -> list[tuple[PeerRank, Runs | Plan, int]]:
                 known = len(copy.order.target_blocks[0])
                 cut = tuple(msgspec.structs.replace(span, end_token=min(known, span.end_token)) for span in spans)
                 return super()._plan(copy, source_blocks, cut)

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.agent import rank_orders
+from kvbaton.agent.page_planner import PagePlanner
 from kvbaton.agent.ports import Clock, Memory
 from kvbaton.agent.rank_orders import CopyId
 from kvbaton.core.bounded import BoundedMap
@@ -49,7 +50,7 @@ from kvbaton.transport.base import (
     Transport,
     fencing_of,
 )
-from kvbaton.transport.runs import RegionSummer, load_loops
+from kvbaton.transport.runs import Loops, RegionSummer, load_loops
 
 __all__ = [
     "NO_CONTROLS",
@@ -383,6 +384,7 @@ class Route:
     peer: PeerRank
     pair: Pair
     sums: PiecePlanner
+    pages: PagePlanner | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,7 +405,9 @@ def keep_all(share: Share) -> Share:
     return share
 
 
-def find_routes(own: Layout, instance: Sequence[Layout], rank: int, card: Card, keep: ShareFilter = keep_all) -> Routes:
+def find_routes(
+    own: Layout, instance: Sequence[Layout], rank: int, card: Card, keep: ShareFilter = keep_all, loops: Loops | None = None
+) -> Routes:
     """The routes from one rank of an instance, with the layout `own`, to those of `card`; raises Incompatible.
 
     First ranks always have a session with each other: aux records travel there. `keep` may leave less to move than there is.
@@ -414,7 +418,8 @@ def find_routes(own: Layout, instance: Sequence[Layout], rank: int, card: Card, 
     peers = [PeerRank(card.incarnation, each.rank) for each in card.ranks]
 
     def route(leg: Leg, other: int, pair: Pair) -> Route:
-        return Route(leg.number, peers[other], pair, PiecePlanner(own, LegPart(leg.share, theirs[other])))
+        sums = PiecePlanner(own, LegPart(leg.share, theirs[other]))
+        return Route(leg.number, peers[other], pair, sums, PagePlanner.of(pair, loops))
 
     reads = tuple(
         route(leg, leg.source, pair_layouts(theirs[leg.source], own, keep(leg.share)))
@@ -480,8 +485,9 @@ class RankAgent:
     """Carries out the orders for one rank; see `handle`.
 
     `instance` has the layouts of all ranks of this instance, this one's among them at `rank`; without it this is the only one.
-    Batches are bounded in size, so that a long span stops promptly. `transfer_timeout` is how long a transport whose queue is
-    full may take nothing before the copies that wait for it fail.
+    `loops` plan a few pages in one call; without them `core/plan.py` plans all. Batches are bounded in size, so that a long
+    span stops promptly. `transfer_timeout` is how long a transport whose queue is full may take nothing before the copies that
+    wait for it fail.
     """
 
     table: CopyTable = COPY
@@ -499,8 +505,10 @@ class RankAgent:
         unfenced_writes: bool = False,
         instance: Sequence[Layout] = (),
         controls: RankControls = NO_CONTROLS,
+        loops: Loops | None = None,
     ) -> None:
         self.rank = rank
+        self._loops = loops
         self._controls = controls
         self._instance = tuple(instance) or (layout,)
         self._unfenced_writes = unfenced_writes
@@ -588,7 +596,7 @@ class RankAgent:
         """
         self._unreachable.pop(card.incarnation, None)
         try:
-            routes = find_routes(self._layout, self._instance, self.rank, card, self._controls.keep)
+            routes = find_routes(self._layout, self._instance, self.rank, card, self._controls.keep, self._loops)
             ranks = {PeerRank(card.incarnation, each.rank): each for each in card.ranks}
             for peer in routes.peers:
                 self._reach(peer, ranks[peer].endpoints)
@@ -747,8 +755,7 @@ class RankAgent:
         """The batches of spans by peer, and count what they move."""
         copy_id, number, most = copy.order.copy, moving.spans[0].number, self._transport.batch_bytes
         parts: list[tuple[PeerRank, Part]] = []
-        for peer, runs in self._plan(copy, source_blocks, moving.spans):
-            planned = count_bytes(runs)
+        for peer, runs, planned in self._plan(copy, source_blocks, moving.spans):
             moving.planned += planned
             if 0 < planned <= most:  # as `cut_runs` does: nearly always, and this is on the way of every span
                 parts.append((peer, Part(copy_id, number, runs)))
@@ -796,21 +803,29 @@ class RankAgent:
         self._step(copy, CopyEvent.ERROR)
         self._settle(copy)
 
-    def _plan(self, copy: _Copy, source_blocks: BlockLists, spans: tuple[Span, ...]) -> list[tuple[PeerRank, Runs | Plan]]:
-        """The runs of spans by peer; what is the same for all layers is worked out once for those that follow each other."""
+    def _plan(self, copy: _Copy, source_blocks: BlockLists, spans: tuple[Span, ...]) -> list[tuple[PeerRank, Runs | Plan, int]]:
+        """The runs of spans by peer, and their bytes.
+
+        What is the same for all layers is worked out once for those that follow each other.
+        """
         order = copy.order
         known = self._routes.get(order.peer)
         if known is None:
             raise TransportError(self._unreachable.get(order.peer, f"{order.peer} is not connected"))
         routes = known.reads if order.executor is Executor.TARGET_READS else known.writes
         first, end = max(spans[0].first_token, order.cached_tokens), spans[-1].end_token
+        layers = range(spans[0].first_layer, spans[-1].end_layer)
+        if len(routes) == 1 and (pages := routes[0].pages) is not None:
+            planned = pages.plan(source_blocks, order.target_blocks, first, end, order.total_tokens, layers)
+            if planned is not None:
+                return [(routes[0].peer, *planned)]
         if copy.plan_of != (source_blocks, first, end):
             copy.plans = [
                 plan_blocks(route.pair, source_blocks, order.target_blocks, first, end, order.total_tokens) for route in routes
             ]
             copy.plan_of = (source_blocks, first, end)
-        layers = range(spans[0].first_layer, spans[-1].end_layer)
-        return [(route.peer, plan_layers(route.pair, plan, layers)) for route, plan in zip(routes, copy.plans, strict=True)]
+        plans = [plan_layers(route.pair, plan, layers) for route, plan in zip(routes, copy.plans, strict=True)]
+        return [(route.peer, runs, count_bytes(runs)) for route, runs in zip(routes, plans, strict=True)]
 
     def _complete(self, copy: _Copy, moving: _Moving, completion: Completion) -> None:
         moving.open.discard(completion.ticket)

@@ -20,6 +20,7 @@ from kvbaton.core.handoff import Executor
 from kvbaton.core.layout import Layout
 from kvbaton.errors import KVBatonError
 from kvbaton.transport.base import Transport
+from kvbaton.transport.runs import load_loops
 
 __all__ = ["LocalRanks", "RankLoop", "RankSet", "RemoteRanks"]
 
@@ -97,6 +98,7 @@ class LocalRanks:
             memory=memory,
             unfenced_writes=unfenced_writes,
             controls=controls,
+            loops=load_loops(),
         )
         self.transport_name, self.executor = transport.name, self.agent.executor
         self.counts_arrivals, self.fences_writers = self.agent.counts_arrivals, self.agent.fences_writers
@@ -249,6 +251,7 @@ class RankLoop:
             unfenced_writes=unfenced_writes,
             instance=instance,
             controls=controls,
+            loops=load_loops(),
         )
         self.errors_total = 0
         self._stopping = threading.Event()

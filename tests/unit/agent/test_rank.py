@@ -54,6 +54,7 @@ from kvbaton.transport.base import (
 )
 from kvbaton.transport.faulty import Faults, FaultyTransport
 from kvbaton.transport.memory import MemoryHub, MemoryTransport
+from kvbaton.transport.runs import Loops, load_loops
 from watching import wait_until
 
 LAYERS, BLOCKS = 2, 16
@@ -77,7 +78,7 @@ def card_with(name: str, *endpoints: Endpoint) -> Card:
 class Rig:
     """A target rank with poisoned memory that can reach a source rank with known content."""
 
-    def __init__(self) -> None:
+    def __init__(self, loops: Loops | None = None) -> None:
         hub = MemoryHub()
         self.source_memory = np.arange(1, LAYERS * BLOCKS + 1, dtype=np.uint8)
         self.memory = np.full(LAYERS * BLOCKS, POISON, np.uint8)
@@ -86,7 +87,8 @@ class Rig:
         inner = MemoryTransport(region, hub, TransportSettings(incarnation=Incarnation("target")))
         self.transport = FaultyTransport(inner, region, Faults())
         self.reports: list[RankReport] = []
-        self.agent = RankAgent(0, LAYOUT, self.transport, self.reports.append, clock=time.monotonic, transfer_timeout=30.0)
+        report = self.reports.append
+        self.agent = RankAgent(0, LAYOUT, self.transport, report, clock=time.monotonic, transfer_timeout=30.0, loops=loops)
         self.agent.handle(Connect(card_with("source", self.source.endpoint())))
 
     def close(self) -> None:
@@ -122,11 +124,13 @@ class Rig:
         return memory
 
 
-@pytest.fixture(params=[plan._FEW_RUNS, 0], ids=["runs", "plans"])
+@pytest.fixture(params=["loop", "runs", "plans"])
 def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    """A rig whose few runs are planned one by one, as always, and one where they are posted in short form, as many are."""
-    monkeypatch.setattr(plan, "_FEW_RUNS", request.param)
-    rig = Rig()
+    """Three rigs: with the loop in C that plans a few pages, where there is a compiler; without it; and one whose few runs are
+    posted in short form, as many are."""
+    if request.param == "plans":
+        monkeypatch.setattr(plan, "_FEW_RUNS", 0)
+    rig = Rig(load_loops() if request.param == "loop" else None)
     yield rig
     rig.close()
 
@@ -565,6 +569,7 @@ def test_a_mistake_in_planning_fails_the_copy_at_once(rig: Rig, monkeypatch: pyt
         raise ZeroDivisionError("a mistake")
 
     monkeypatch.setattr("kvbaton.agent.rank.plan_layers", broken)
+    monkeypatch.setattr("kvbaton.agent.rank.PagePlanner.plan", broken)
     rig.agent.handle(START)
     with pytest.raises(ZeroDivisionError):
         rig.agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (WHOLE,)))

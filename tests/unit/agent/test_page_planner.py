@@ -1,0 +1,144 @@
+"""Plans of a few pages by the loop in C, against `core/plan.py`, which plans whatever the loop leaves alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvbaton.agent.page_planner import PagePlanner
+from kvbaton.core.layout import Group, HeadRange, Layout
+from kvbaton.core.pair import Pair, pair_layouts
+from kvbaton.core.plan import plan_runs
+from kvbaton.core.tensors import dense_tensor, split_layers, tensor_group
+from kvbaton.errors import RangeError
+from kvbaton.transport.runs import Loops, load_loops
+
+BLOCKS, SIZE = 40, 4
+AXES = ("plane", "block", "token", "head", "channel")
+
+
+@pytest.fixture(scope="module")
+def loops() -> Loops:
+    found = load_loops()
+    if found is None:
+        pytest.skip("no C compiler")
+    return found
+
+
+def _group(layers: int, planes: int, blocks: int = BLOCKS, heads: int = 2) -> Group:
+    tensors = split_layers(dense_tensor((layers, planes, blocks, SIZE, heads, 3), "float16", 2))
+    names = tuple(f"plane{index}" for index in range(planes))
+    return tensor_group("full", range(layers), tensors, AXES, heads=(HeadRange(0, heads),), total_heads=heads, planes=names)
+
+
+def _layout(*groups: Group) -> Layout:
+    return Layout(max(group.end for group in groups), groups)
+
+
+def _planner(pair: Pair, loops: Loops) -> PagePlanner:
+    planner = PagePlanner.of(pair, loops)
+    assert planner is not None
+    return planner
+
+
+def _ids(count: int) -> st.SearchStrategy[tuple[int, ...]]:
+    """Blocks in any order; some of them neighbours, as a pool gives them."""
+    runs = st.integers(0, BLOCKS - count).map(lambda first: tuple(range(first, first + count)))
+    return st.one_of(st.permutations(range(BLOCKS)).map(lambda ids: tuple(ids[:count])), runs)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_the_loop_plans_what_the_reference_plans(data: st.DataObject, loops: Loops) -> None:
+    layers, planes = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 2))
+    source = _layout(_group(layers, planes, blocks=data.draw(st.integers(BLOCKS, BLOCKS + 9))))
+    pair = pair_layouts(source, _layout(_group(layers, planes)))
+    count = data.draw(st.integers(1, 12))
+    total = data.draw(st.integers((count - 1) * SIZE + 1, count * SIZE))
+    first = data.draw(st.integers(0, total - 1))
+    end = data.draw(st.integers(first + 1, total))
+    some = data.draw(st.integers(0, layers - 1)), data.draw(st.integers(1, layers))
+    chosen = range(min(some), max(some)) if some[0] != some[1] else range(layers)
+    blocks = (data.draw(_ids(count)),), (data.draw(_ids(count)),)
+    planned = _planner(pair, loops).plan(*blocks, first, end, total, chosen)
+    expected = plan_runs(pair, *blocks, first, end, chosen, total_tokens=total)
+    assert planned is not None
+    runs, wire_bytes = planned
+    assert runs.tolist() == expected.tolist()
+    assert runs.dtype == expected.dtype
+    assert wire_bytes == int(expected[:, 2].sum())
+
+
+@pytest.mark.parametrize(
+    ("sources", "targets", "first", "end", "total"),
+    [
+        ((0, 1), (0, 1), 0, 9, 9),
+        ((0,), (0, 1), 0, 8, 8),
+        ((0, 1), (0,), 0, 8, 8),
+        ((0, 0), (0, 1), 0, 8, 8),
+        ((0, 1), (1, 1), 0, 8, 8),
+        ((0, BLOCKS), (0, 1), 0, 8, 8),
+        ((0, 1), (0, BLOCKS), 0, 8, 8),
+        ((0, -1), (0, 1), 0, 8, 8),
+        ((0, 1), (-1, 1), 0, 8, 8),
+        ((0, 2**63), (0, 1), 0, 8, 8),
+        ((0, 1), (0, 1), -1, 8, 8),
+        ((0, 1), (0, 1), 0, 8, 7),
+    ],
+)
+def test_what_is_wrong_is_left_to_the_reference_which_names_it(
+    sources: tuple[int, ...], targets: tuple[int, ...], first: int, end: int, total: int, loops: Loops
+) -> None:
+    pair = pair_layouts(_layout(_group(2, 2)), _layout(_group(2, 2)))
+    assert _planner(pair, loops).plan((sources,), (targets,), first, end, total, range(2)) is None
+    with pytest.raises(RangeError):
+        plan_runs(pair, (sources,), (targets,), first, end, total_tokens=total)
+
+
+def test_nothing_and_too_much_are_left_to_the_reference(loops: Loops) -> None:
+    pair = pair_layouts(_layout(_group(9, 2)), _layout(_group(9, 2)))
+    planner, ids = _planner(pair, loops), tuple(range(BLOCKS))
+    assert planner.plan((ids,), (ids,), 4, 4, 8, range(9)) is None, "no token"
+    assert planner.plan((ids,), (ids,), 0, 8, 8, range(9, 12)) is None, "no layer of this pair"
+    assert planner.plan((ids,), (ids,), 0, 33 * SIZE, 33 * SIZE, range(9)) is None, "33 pages"
+    assert planner.plan((ids,), (ids[::-1],), 0, 28 * SIZE, 28 * SIZE, range(9)) is not None, "504 runs"
+    assert planner.plan((ids,), (ids[::-1],), 0, 29 * SIZE, 29 * SIZE, range(9)) is None, "522 runs"
+    assert planner.plan((ids, ids), (ids, ids), 0, 8, 8, range(9)) is None, "lists of two groups"
+
+
+def test_other_pairs_are_left_to_the_reference(loops: Loops) -> None:
+    plain, group = _layout(_group(2, 2)), _group(2, 2)
+    windowed = _layout(msgspec.structs.replace(group, window=8))
+    others = {
+        "two groups": pair_layouts(_layout(_group(1, 1), _group(1, 1)), _layout(_group(1, 1), _group(1, 1))),
+        "fewer heads": pair_layouts(plain, _layout(_narrow(group))),
+        "a window": pair_layouts(windowed, windowed),
+    }
+    assert {name: PagePlanner.of(pair, loops) for name, pair in others.items()} == dict.fromkeys(others)
+    assert PagePlanner.of(pair_layouts(plain, plain), None) is None, "there is no loop"
+
+
+def _narrow(group: Group) -> Group:
+    return msgspec.structs.replace(
+        group, planes=tuple(msgspec.structs.replace(plane, heads=(HeadRange(1, 1),)) for plane in group.planes)
+    )
+
+
+def test_layers_of_a_block_that_lie_in_it_are_left_to_the_reference(loops: Loops) -> None:
+    pair = pair_layouts(_layout(_group(2, 2)), _layout(_group(2, 2)))
+    (whole,) = pair.groups
+    (piece,) = whole.pieces
+    inside = dataclasses.replace(whole, pieces=(dataclasses.replace(piece, slots_in_block=True),))
+    assert PagePlanner.of(dataclasses.replace(pair, groups=(inside,)), loops) is None
+
+
+def test_ranges_of_layers_that_a_peer_names_are_not_kept_without_a_bound(loops: Loops) -> None:
+    pair = pair_layouts(_layout(_group(1, 1)), _layout(_group(1, 1)))
+    planner = _planner(pair, loops)
+    for end in range(1, 1000):
+        assert planner.plan(((3,),), ((5,),), 0, 4, 4, range(end)) is not None
+    assert len(vars(planner)["_tables"]) <= 256
