@@ -116,19 +116,21 @@ def _watch_waits(
     limits: Limits,
     find: Find,
     sent: Sequence[object] | None = None,
+    put_off_to: Callable[[HandoffKey], float] = lambda _: -math.inf,
 ) -> None:
     """From now on report each wait for an answer that does not double, up to a beat, when it is over.
 
-    With what is `sent`, nothing is before a wait is over.
+    With what is `sent`, nothing is before a wait is over. A wait that is only put off, because the peer is still answering,
+    does not double.
     """
     look_at = vars(timers)["_look_at"]
 
     def watched(key: HandoffKey, now: float) -> None:
-        backoff, state = backoff_of(key), state_of(key)
+        backoff, state, put_off = backoff_of(key), state_of(key), put_off_to(key)
         at, wait_s, count = (backoff.at, backoff.wait_s, len(sent or ())) if backoff is not None else (math.inf, 0.0, 0)
         look_at(key, now)
-        if backoff is None or state != state_of(key):
-            return  # what is asked now is something else, and for the first time
+        if backoff is None or state != state_of(key) or put_off > now:
+            return  # what is asked now is something else, and for the first time, or nothing is asked
         if at <= now and abs(backoff.at - now - backoff.wait_s) < _SMALL_S and backoff.wait_s > 0.0:
             expected = max(wait_s, min(2 * wait_s, limits.beat_s))
             if abs(backoff.wait_s - expected) > _SMALL_S:
@@ -161,7 +163,11 @@ def watch_target_waits(target: TargetSide, limits: Limits, clock: Callable[[], f
         record = target.live.get(key)
         return None if record is None else record.state
 
-    _watch_waits(vars(target)["_timers"], backoff_of, state_of, limits, find)
+    def put_off_to(key: HandoffKey) -> float:
+        record, questions = target.live.get(key), vars(target)["_questions"]
+        return -math.inf if record is None else questions.lost_at(record.source, record.question, record.retry.wait_s)
+
+    _watch_waits(vars(target)["_timers"], backoff_of, state_of, limits, find, put_off_to=put_off_to)
     progress = method_of(target, "_progress")
 
     def watched(record: TargetRecord) -> None:

@@ -281,10 +281,14 @@ class SimTransport:
                 # Nothing is in flight: it need not wait until the link is looked at again.
                 self._fabric.world.at(max(self._fabric.world.now, self.stall_until), self._process, lambda: self._move(posted))
 
+    def may_have_room(self) -> None:
+        """A peer is gone, maybe one that was gone before: what waits is offered at once, although it was refused just now."""
+        self._refused_at.clear()
+
     def revoke(self, peer: PeerRank) -> None:
         """Close the session with `peer`, both ways: what it posted to us under it never lands, what we posted to it fails."""
         self.open_sessions.discard(peer)
-        self._refused_at.clear()
+        self.may_have_room()
         for posted in self._posted.values():
             if posted.batch.peer == peer:
                 posted.error = posted.error or "PeerLost: the session was torn down"
@@ -518,6 +522,8 @@ class SimRank(RankAgent):
             for part in each.parts
             if (copy := self.copies.get(part.copy)) is not None and copy.state is CopyState.OPEN
         ]
+        if isinstance(transport, SimTransport):
+            transport.may_have_room()
         super().handle(order)
         if isinstance(order, RevokePeer) and transport.late_writes is LateWrites.UNFENCED:
             return
