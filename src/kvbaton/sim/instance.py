@@ -233,8 +233,6 @@ class Cluster:
     confirmed: set[tuple[str, HandoffKey, int]] = field(default_factory=set)
     released: set[tuple[str, HandoffKey, int]] = field(default_factory=set)
     """Target, key and grant of every `Confirmed` and `Release` that was ever sent."""
-    stray_releases: set[tuple[str, HandoffKey, int]] = field(default_factory=set)
-    """And of every `Release` that was sent in a target's name."""
     births: int = 0
     watch: Watch = field(init=False)
 
@@ -807,8 +805,9 @@ class SimInstance:
             sender, stray = world.random.choice(others), message
         elif peer is not None and world.random.random() < 0.5 and (ask := asked_anyhow(message, world.random)) is not None:
             sender, stray, address, recipient = peer, ask, self.address, self.incarnation
-            if isinstance(ask, Release):
-                self.cluster.stray_releases.add((peer.incarnation, ask.key, ask.grant))
+            if isinstance(ask, Release) and (peer.incarnation, ask.key, ask.grant) in self.cluster.confirmed:
+                # What this side has confirmed already, its target may release: nothing would be wrong with it.
+                stray = None
         if stray is not None:
             self.strays -= 1
             frame = encode(sender.incarnation, recipient, stray)
@@ -922,9 +921,9 @@ class SimInstance:
         sent = [each for recipient, each in self._sent if recipient == envelope.sender] if self._sent else []
         if (broken := check(sent)) is not None:
             self.cluster.world.find(broken[0], f"{self.process.name}: {broken[1]}")
-        known = vars(vars(self.coordinator)["_peers"])["_cards"]
-        if via is not None and isinstance(message, Hello) and envelope.sender not in known:
-            # The question is answered, and its card is not taken: the next request has to ask again.
+        strangers = {each.rstrip("+~^") for each in self.cluster.strangers}
+        if via is not None and isinstance(message, Hello) and not strangers.isdisjoint((self.address, via.host)):
+            # The question is answered, and the card of a stranger is not taken: the next request has to ask again.
             self.cluster.watch.was_refused(self.process.name, via.host)
         if notice is not None and notice.source != envelope.sender and notices.get(key) is not notice:
             self._find("left alone", f"a notice about {key} was for {notice.source}, and ends by that of {envelope.sender}")
@@ -1132,9 +1131,7 @@ class SimInstance:
         if not ends and self.thread is not None and self.cluster.is_forgetful:
             # An engine on a thread of its own learns of an end when that may be forgotten.
             return
-        # Once this side has confirmed, the release of a stray cannot be told from the one that its target is about to send.
-        believed = self.cluster.released | (self.cluster.stray_releases & self.cluster.confirmed)
-        if not ends or ends[-1] not in believed:
+        if not ends or ends[-1] not in self.cluster.released:
             self.cluster.world.violate("released by its target", f"{self.process.name}: {event.key} of {ends[-1:]}")
 
     def close(self) -> None:
