@@ -1,13 +1,14 @@
-"""Plans of a few pages with the loop in C, where there is one: what `core/plan.py` gives, in a third of its time.
+"""Plans of a few pages with the loop in C, where there is one: what `core/plan.py` gives, in less than half of its time.
 
-Most spans are a few whole blocks of a pair of ranks with equal heads, so that a block of the one is a block of the other. In
-Python planning them takes longer than their bytes. Everything else, and whatever is wrong with a list of blocks, is left to
-`core/plan.py`, which is the reference and names it.
+Most spans are a few blocks of a pair of ranks with equal heads, so that a block of the one is a block of the other. In Python
+planning them takes about as long as moving their bytes. Everything else, and whatever is wrong with a list of blocks, is left
+to `core/plan.py`, which is the reference and names it.
 """
 
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 from kvbaton.core.handoff import BlockLists
 from kvbaton.core.pair import GroupPair, Pair
@@ -17,6 +18,18 @@ from kvbaton.transport.runs import Loops
 __all__ = ["PagePlanner"]
 
 _MOST_RANGES = 256
+_MOST_PAGES = 32
+"""As in plan_pages.c."""
+
+_MOST_RUNS = 512
+"""What is moved in one call, see move_few.c; more runs are worth no hurry."""
+
+
+class _Table(NamedTuple):
+    """`struct piece` of plan_pages.c for a range of layers, with its slots behind it; and how many those are."""
+
+    numbers: ctypes.Array[ctypes.c_int64]
+    slots: int
 
 
 class PagePlanner:
@@ -24,9 +37,11 @@ class PagePlanner:
 
     def __init__(self, group: GroupPair, loops: Loops) -> None:
         self._group = group
+        self._size = group.source.block_tokens
+        (self._piece,) = group.pieces
+        self._token_bytes = self._piece.first_run[2]
         self._loops = loops
-        self._tables: dict[tuple[int, int], ctypes.Array[ctypes.c_int64]] = {}
-        """By range of layers: `struct piece` of plan_pages.c, and behind it the slots."""
+        self._tables: dict[tuple[int, int], _Table] = {}
 
     @classmethod
     def of(cls, pair: Pair, loops: Loops | None) -> PagePlanner | None:
@@ -35,8 +50,9 @@ class PagePlanner:
             return None
         (group,) = pair.groups
         is_plain = group.is_page_by_page and len(group.pieces) == 1 and not group.pieces[0].slots_in_block
-        moves_rest = group.target.window or group.target.whole_blocks or group.target.moves_pages
-        return cls(group, loops) if is_plain and not moves_rest else None
+        # Of these, other tokens are moved than those that were asked for.
+        rounds_out = group.target.window or group.target.whole_blocks or group.target.moves_pages
+        return cls(group, loops) if is_plain and not rounds_out else None
 
     def plan(
         self, source_blocks: BlockLists, target_blocks: BlockLists, first: int, end: int, total: int | None, layers: range
@@ -44,24 +60,30 @@ class PagePlanner:
         """The runs of tokens `first` up to `end` of these layers, and their bytes; None where `core/plan.py` has to plan."""
         if len(source_blocks) != 1 or len(target_blocks) != 1 or (total is not None and end > total):
             return None
-        table = self._tables.get((layers.start, layers.stop))
-        if table is None:
-            table = self._table(layers)
-        return self._loops.plan_pages(table, source_blocks[0], target_blocks[0], first, end)
+        low, high = first // self._size, -(-end // self._size)
+        # Only the blocks of these tokens: the lists are those of the whole prompt, and may be long.
+        sources, targets = source_blocks[0][low:high], target_blocks[0][low:high]
+        if not len(sources) == len(targets) == high - low <= _MOST_PAGES or low < 0:
+            return None
+        table = self._tables.get((layers.start, layers.stop)) or self._table(layers)
+        most = min(table.slots * len(sources), _MOST_RUNS)
+        if not most:
+            return None
+        skipped = low * self._size
+        runs = self._loops.plan_pages(table.numbers, sources, targets, first - skipped, end - skipped, most)
+        return None if runs is None else (runs, (end - first) * self._token_bytes * table.slots)
 
-    def _table(self, layers: range) -> ctypes.Array[ctypes.c_int64]:
-        (piece,), group = self._group.pieces, self._group
+    def _table(self, layers: range) -> _Table:
+        piece, group = self._piece, self._group
         slots = piece.slots_of(layers).starts
-        source_offset, target_offset, token_bytes = piece.first_run
         numbers = (
             *(piece.source.block_stride, piece.target.block_stride),
-            *(source_offset, target_offset),
-            *(token_bytes, group.source.block_tokens),
+            *(self._token_bytes, self._size),
             *(group.source.blocks, group.target.blocks),
             len(slots),
             *(number for slot in slots for number in slot),
         )
         if len(self._tables) >= _MOST_RANGES:
             self._tables.clear()  # a message may name any layers
-        table = self._tables[layers.start, layers.stop] = (ctypes.c_int64 * len(numbers))(*numbers)
+        table = self._tables[layers.start, layers.stop] = _Table((ctypes.c_int64 * len(numbers))(*numbers), len(slots))
         return table

@@ -4,29 +4,27 @@
 
 #define MOST_PAGES 32
 
-/* A piece of such a pair: strides from block to block and offsets of its first byte at the source and at the target, bytes of a
-   token, tokens of a block, how many blocks there are on each side; behind it `slots` pairs of offsets. */
+/* A piece of such a pair: from block to block at the source and at the target, bytes of a token, tokens of a block, how many blocks
+   there are on each side; behind it `slots` pairs of offsets, at which a block of number 0 begins. */
 struct piece {
-    int64_t strides[2], offsets[2], token_bytes, block_tokens, blocks[2], slots;
+    int64_t strides[2], token_bytes, block_tokens, blocks[2], slots;
 };
 
 struct page {
     int64_t target, source, number;
 };
 
-/* Write the runs of tokens `first` up to `end` to `out`, three numbers each, and how many bytes they have to `bytes`; returns how
-   many runs. 0, and nothing counts, where there are more than `most_runs`, or where a list is too short, names a block twice or one
-   that does not exist: that is left to those who can name what is wrong. */
-int64_t plan_pages(const struct piece *piece, const int64_t *sources, int64_t source_count, const int64_t *targets,
-                   int64_t target_count, int64_t first, int64_t end, int64_t *out, int64_t most_runs, int64_t *bytes) {
+/* Write the runs of `count` pages to `out`, three numbers each: tokens `first` up to `end`, counted from the first page on. Returns
+   how many runs. 0, and nothing counts, where there are more than `most_runs`, or where a block is named twice or does not exist:
+   that is left to those who can name what is wrong. */
+int64_t plan_pages(const struct piece *piece, const int64_t *sources, const int64_t *targets, int64_t count, int64_t first,
+                   int64_t end, int64_t *out, int64_t most_runs) {
     struct page pages[MOST_PAGES];
-    int64_t runs[3 * MOST_PAGES], run_count = 0, size = piece->block_tokens;
-    if (first < 0 || first >= end || size <= 0) return 0;
-    int64_t low = first / size, high = (end - 1) / size + 1, count = high - low;
-    if (count > MOST_PAGES || high > source_count || high > target_count) return 0;
+    int64_t runs[MOST_PAGES][3], run_count = 0, size = piece->block_tokens;
+    if (count < 1 || count > MOST_PAGES || first < 0 || first >= end || end > count * size) return 0;
     /* In the order of target memory: pages lie there as their blocks are numbered. */
     for (int64_t done = 0; done < count; done++) {
-        struct page next = {targets[low + done], sources[low + done], low + done};
+        struct page next = {targets[done], sources[done], done};
         if (next.target < 0 || next.target >= piece->blocks[1] || next.source < 0 || next.source >= piece->blocks[0]) return 0;
         int64_t at = done;
         for (; at > 0 && pages[at - 1].target >= next.target; at--) {
@@ -34,37 +32,35 @@ int64_t plan_pages(const struct piece *piece, const int64_t *sources, int64_t so
             pages[at] = pages[at - 1];
         }
         pages[at] = next;
-        for (int64_t other = low; other < low + done; other++)
+        for (int64_t other = 0; other < done; other++)
             if (sources[other] == next.source) return 0;
     }
     for (int64_t index = 0; index < count; index++) {
         struct page page = pages[index];
-        int64_t of = page.source * piece->strides[0] + piece->offsets[0];
-        int64_t at = page.target * piece->strides[1] + piece->offsets[1];
-        int64_t skipped = page.number * size < first ? first - page.number * size : 0;
-        int64_t left = (page.number + 1) * size > end ? (page.number + 1) * size - end : 0;
+        int64_t begin = page.number * size, skipped = begin < first ? first - begin : 0;
+        int64_t left = begin + size > end ? begin + size - end : 0;
+        int64_t of = page.source * piece->strides[0] + skipped * piece->token_bytes;
+        int64_t at = page.target * piece->strides[1] + skipped * piece->token_bytes;
         int64_t length = (size - skipped - left) * piece->token_bytes;
-        of += skipped * piece->token_bytes;
-        at += skipped * piece->token_bytes;
-        int64_t *last = runs + 3 * (run_count - 1);
-        if (run_count && of == last[0] + last[2] && at == last[1] + last[2]) {
-            last[2] += length;
-        } else {
-            int64_t *next = runs + 3 * run_count++;
-            next[0] = of;
-            next[1] = at;
-            next[2] = length;
+        if (run_count) {
+            int64_t *last = runs[run_count - 1];
+            if (of == last[0] + last[2] && at == last[1] + last[2]) {
+                last[2] += length;
+                continue;
+            }
         }
+        runs[run_count][0] = of;
+        runs[run_count][1] = at;
+        runs[run_count++][2] = length;
     }
     if (run_count * piece->slots > most_runs) return 0;
     const int64_t *slot = (const int64_t *)(piece + 1);
     for (int64_t number = 0; number < piece->slots; number++, slot += 2) {
         for (int64_t run = 0; run < run_count; run++, out += 3) {
-            out[0] = runs[3 * run] + slot[0];
-            out[1] = runs[3 * run + 1] + slot[1];
-            out[2] = runs[3 * run + 2];
+            out[0] = runs[run][0] + slot[0];
+            out[1] = runs[run][1] + slot[1];
+            out[2] = runs[run][2];
         }
     }
-    *bytes = (end - first) * piece->token_bytes * piece->slots;
     return run_count * piece->slots;
 }

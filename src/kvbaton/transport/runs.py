@@ -71,9 +71,6 @@ _FIRST_BYTE = ctypes.c_char * 1
 _FEW_TAKEN = 8 * MAX_SLICE_RUNS
 """Up to so many runs are unrolled with the interpreter's lock: it takes some ten microseconds."""
 
-_FEW_PLANNED = 512
-"""Most runs of a plan that is made in one call: what is moved in one call, see move_few.c."""
-
 _AS_TUPLE = msgspec.structs.astuple
 _STRIP_WORDS = 10
 _ROW_BYTES = 24
@@ -125,7 +122,7 @@ class Loops:
         self._move_few.restype = size
         self._plan_pages = holding.plan_pages
         wide = ctypes.c_int64
-        self._plan_pages.argtypes = [pointer, pointer, wide, pointer, wide, wide, wide, pointer, wide, pointer]
+        self._plan_pages.argtypes = [pointer, pointer, pointer, wide, wide, wide, pointer, wide]
         self._plan_pages.restype = wide
         self._sum_pieces, self._sum_few = code.sum_pieces, holding.sum_pieces
         word, signed = ctypes.c_uint32, ctypes.c_int64
@@ -191,23 +188,27 @@ class Loops:
         return int(self._move_few(starts[0], sizes[0], starts[1], sizes[1], *listed, most_bytes))
 
     def plan_pages(
-        self, piece: ctypes.Array[ctypes.c_int64], sources: Sequence[int], targets: Sequence[int], first: int, end: int
-    ) -> tuple[Runs, int] | None:
-        """The runs of tokens `first` up to `end` of a few pages, and their bytes; see `PagePlanner`.
+        self,
+        piece: ctypes.Array[ctypes.c_int64],
+        sources: Sequence[int],
+        targets: Sequence[int],
+        first: int,
+        end: int,
+        most: int,
+    ) -> Runs | None:
+        """The runs of tokens `first` up to `end` of these pages, at most so many; see `PagePlanner`.
 
-        None where they are many, or where anything is wrong with the lists of blocks.
+        None where they are more, or where anything is wrong with the blocks.
         """
         try:
             # As arrays of ctypes they would take four times as long to fill.
             listed = array.array("q", sources), array.array("q", targets)
         except OverflowError:
             return None
-        (source_place, source_count), (target_place, target_count) = (each.buffer_info() for each in listed)
-        out, wire_bytes = np.empty((_FEW_PLANNED, 3), np.uint64), ctypes.c_int64()
-        places = (source_place, source_count, target_place, target_count)
-        room = _FIRST_BYTE.from_buffer(out.data)
-        count = self._plan_pages(piece, *places, first, end, room, _FEW_PLANNED, ctypes.byref(wire_bytes))
-        return (out[:count], wire_bytes.value) if count else None
+        out = np.empty((most, 3), np.uint64)
+        places = (listed[0].buffer_info()[0], listed[1].buffer_info()[0], len(sources))
+        count = self._plan_pages(piece, *places, first, end, _FIRST_BYTE.from_buffer(out.data), most)
+        return out[:count] if count else None
 
     def sums(self, start: int, region_bytes: int, pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
         """CRC-32 of parts of these pieces of a region, as `RegionSummer.sums`; long ones without the interpreter's lock.

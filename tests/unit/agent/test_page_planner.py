@@ -35,6 +35,19 @@ def _group(layers: int, planes: int, blocks: int = BLOCKS, heads: int = 2) -> Gr
     return tensor_group("full", range(layers), tensors, AXES, heads=(HeadRange(0, heads),), total_heads=heads, planes=names)
 
 
+def _spread(group: Group, times: int) -> Group:
+    """The same with gaps: blocks lie so many times as far apart, and so do layers."""
+    planes = (
+        msgspec.structs.replace(
+            plane,
+            block_stride=times * plane.block_stride,
+            layer_offsets=tuple(times * offset for offset in plane.layer_offsets),
+        )
+        for plane in group.planes
+    )
+    return msgspec.structs.replace(group, planes=tuple(planes))
+
+
 def _layout(*groups: Group) -> Layout:
     return Layout(max(group.end for group in groups), groups)
 
@@ -55,17 +68,18 @@ def _ids(count: int) -> st.SearchStrategy[tuple[int, ...]]:
 @given(data=st.data())
 def test_the_loop_plans_what_the_reference_plans(data: st.DataObject, loops: Loops) -> None:
     layers, planes = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 2))
-    source = _layout(_group(layers, planes, blocks=data.draw(st.integers(BLOCKS, BLOCKS + 9))))
-    pair = pair_layouts(source, _layout(_group(layers, planes)))
-    count = data.draw(st.integers(1, 12))
+    source, target = (_spread(_group(layers, planes), data.draw(st.integers(1, 3))) for _ in range(2))
+    pair = pair_layouts(_layout(source), _layout(target))
+    count = data.draw(st.integers(1, 32))
     total = data.draw(st.integers((count - 1) * SIZE + 1, count * SIZE))
     first = data.draw(st.integers(0, total - 1))
     end = data.draw(st.integers(first + 1, total))
     some = data.draw(st.integers(0, layers - 1)), data.draw(st.integers(1, layers))
     chosen = range(min(some), max(some)) if some[0] != some[1] else range(layers)
     blocks = (data.draw(_ids(count)),), (data.draw(_ids(count)),)
-    planned = _planner(pair, loops).plan(*blocks, first, end, total, chosen)
-    expected = plan_runs(pair, *blocks, first, end, chosen, total_tokens=total)
+    whole = data.draw(st.sampled_from([total, None]))
+    planned = _planner(pair, loops).plan(*blocks, first, end, whole, chosen)
+    expected = plan_runs(pair, *blocks, first, end, chosen, total_tokens=whole)
     assert planned is not None
     runs, wire_bytes = planned
     assert runs.tolist() == expected.tolist()
@@ -99,6 +113,17 @@ def test_what_is_wrong_is_left_to_the_reference_which_names_it(
         plan_runs(pair, (sources,), (targets,), first, end, total_tokens=total)
 
 
+@pytest.mark.parametrize(("more", "fewer"), [(49, 40), (40, 49)], ids=["more at the source", "more at the target"])
+def test_each_side_has_as_many_blocks_as_its_own_layout(more: int, fewer: int, loops: Loops) -> None:
+    pair = pair_layouts(_layout(_group(2, 2, blocks=more)), _layout(_group(2, 2, blocks=fewer)))
+    planner = _planner(pair, loops)
+    planned = planner.plan(((more - 1,),), ((fewer - 1,),), 0, 4, 4, range(2))
+    assert planned is not None
+    assert planned[0].tolist() == plan_runs(pair, ((more - 1,),), ((fewer - 1,),), 0, 4).tolist()
+    assert planner.plan(((more,),), ((0,),), 0, 4, 4, range(2)) is None
+    assert planner.plan(((0,),), ((fewer,),), 0, 4, 4, range(2)) is None
+
+
 def test_nothing_and_too_much_are_left_to_the_reference(loops: Loops) -> None:
     pair = pair_layouts(_layout(_group(9, 2)), _layout(_group(9, 2)))
     planner, ids = _planner(pair, loops), tuple(range(BLOCKS))
@@ -108,6 +133,7 @@ def test_nothing_and_too_much_are_left_to_the_reference(loops: Loops) -> None:
     assert planner.plan((ids,), (ids[::-1],), 0, 28 * SIZE, 28 * SIZE, range(9)) is not None, "504 runs"
     assert planner.plan((ids,), (ids[::-1],), 0, 29 * SIZE, 29 * SIZE, range(9)) is None, "522 runs"
     assert planner.plan((ids, ids), (ids, ids), 0, 8, 8, range(9)) is None, "lists of two groups"
+    assert planner.plan((ids,), (ids,), 0, 8, 8, range(0)) is None, "no layer at all"
 
 
 def test_other_pairs_are_left_to_the_reference(loops: Loops) -> None:
