@@ -233,6 +233,8 @@ class Cluster:
     confirmed: set[tuple[str, HandoffKey, int]] = field(default_factory=set)
     released: set[tuple[str, HandoffKey, int]] = field(default_factory=set)
     """Target, key and grant of every `Confirmed` and `Release` that was ever sent."""
+    stray_releases: set[tuple[str, HandoffKey, int]] = field(default_factory=set)
+    """The same of every `Release` that was sent in the name of a target, before its source had confirmed."""
     births: int = 0
     watch: Watch = field(init=False)
 
@@ -808,6 +810,8 @@ class SimInstance:
             if isinstance(ask, Release) and (peer.incarnation, ask.key, ask.grant) in self.cluster.confirmed:
                 # What this side has confirmed already, its target may release: nothing would be wrong with it.
                 stray = None
+            elif isinstance(ask, Release):
+                self.cluster.stray_releases.add((peer.incarnation, ask.key, ask.grant))
         if stray is not None:
             self.strays -= 1
             frame = encode(sender.incarnation, recipient, stray)
@@ -1131,7 +1135,9 @@ class SimInstance:
         if not ends and self.thread is not None and self.cluster.is_forgetful:
             # An engine on a thread of its own learns of an end when that may be forgotten.
             return
-        if not ends or ends[-1] not in self.cluster.released:
+        # A stray release that the confirmation has overtaken is as good as the one that it is about to bring about.
+        believed = self.cluster.released | (self.cluster.stray_releases & self.cluster.confirmed)
+        if not ends or ends[-1] not in believed:
             self.cluster.world.violate("released by its target", f"{self.process.name}: {event.key} of {ends[-1:]}")
 
     def close(self) -> None:
