@@ -233,8 +233,6 @@ class Cluster:
     confirmed: set[tuple[str, HandoffKey, int]] = field(default_factory=set)
     released: set[tuple[str, HandoffKey, int]] = field(default_factory=set)
     """Target, key and grant of every `Confirmed` and `Release` that was ever sent."""
-    stray_releases: set[tuple[str, HandoffKey, int]] = field(default_factory=set)
-    """The same of every `Release` that was sent in the name of a target, before its source had confirmed."""
     births: int = 0
     watch: Watch = field(init=False)
 
@@ -807,11 +805,6 @@ class SimInstance:
             sender, stray = world.random.choice(others), message
         elif peer is not None and world.random.random() < 0.5 and (ask := asked_anyhow(message, world.random)) is not None:
             sender, stray, address, recipient = peer, ask, self.address, self.incarnation
-            if isinstance(ask, Release) and (peer.incarnation, ask.key, ask.grant) in self.cluster.confirmed:
-                # What this side has confirmed already, its target may release: nothing would be wrong with it.
-                stray = None
-            elif isinstance(ask, Release):
-                self.cluster.stray_releases.add((peer.incarnation, ask.key, ask.grant))
         if stray is not None:
             self.strays -= 1
             frame = encode(sender.incarnation, recipient, stray)
@@ -819,7 +812,18 @@ class SimInstance:
             # A confirmation ends it: a false one has to come first. And a question is early only when it comes at once.
             is_soon = isinstance(stray, Confirmed) or sender is peer
             later_s = 0.0 if is_soon else world.random.uniform(*_STRAY_S)
-            world.after(later_s, None, lambda: self.cluster.network.send(sender.address, address, frame))
+            if isinstance(stray, Release) and sender is peer:
+                world.after(later_s, None, partial(self._release_early, sender, stray, frame))
+            else:
+                world.after(later_s, None, lambda: self.cluster.network.send(sender.address, address, frame))
+
+    def _release_early(self, target: SimInstance, release: Release, frame: bytes) -> None:
+        """Take a release that the target has not sent, unless what it is about is confirmed: then nothing shows that.
+
+        It takes no time: a confirmation could overtake it on its way.
+        """
+        if (target.incarnation, release.key, release.grant) not in self.cluster.confirmed:
+            self.cluster.network.arrive(self.address, frame, target.address)
 
     def _send_bad_grant(self, address: str, recipient: str, grant: Grant) -> bool:
         """Send a grant in this instance's name that it never made; whether that one replaces the real one.
@@ -1135,9 +1139,7 @@ class SimInstance:
         if not ends and self.thread is not None and self.cluster.is_forgetful:
             # An engine on a thread of its own learns of an end when that may be forgotten.
             return
-        # A stray release that the confirmation has overtaken is as good as the one that it is about to bring about.
-        believed = self.cluster.released | (self.cluster.stray_releases & self.cluster.confirmed)
-        if not ends or ends[-1] not in believed:
+        if not ends or ends[-1] not in self.cluster.released:
             self.cluster.world.violate("released by its target", f"{self.process.name}: {event.key} of {ends[-1:]}")
 
     def close(self) -> None:
