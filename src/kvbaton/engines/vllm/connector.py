@@ -28,6 +28,7 @@ from kvbaton.engines.base import Role
 from kvbaton.engines.instance import ModelIdentity
 from kvbaton.engines.vllm import register
 from kvbaton.engines.vllm.device import EngineDevice, device_of, shareable_memory
+from kvbaton.engines.vllm.engine_calls import EngineCaller
 from kvbaton.engines.vllm.engine_waits import EngineWaits
 from kvbaton.engines.vllm.fingerprint import fingerprint
 from kvbaton.engines.vllm.instance import WorkerInstance
@@ -66,6 +67,15 @@ def _spin_conditions() -> Any:
     except ImportError:
         return None
     return SpinCondition
+
+
+def _watchable_engines() -> Any:
+    """What prepares requests in vLLM's engine process when they come in; None for releases that do it in another way."""
+    try:
+        from vllm.v1.engine.core import EngineCore
+    except ImportError:
+        return None
+    return EngineCore if callable(getattr(EngineCore, "preprocess_add_request", None)) else None
 
 
 @dataclass
@@ -111,6 +121,7 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._bound: StepOrders | None = None
         self._report = StepReport()
         self._waits = EngineWaits()
+        self._caller = EngineCaller()
         if role is KVConnectorRole.SCHEDULER:
             counts = token_counts(kv_cache_config, vllm_config.scheduler_config.max_num_batched_tokens)
             largest = counts.blocks(vllm_config.model_config.max_model_len)
@@ -236,6 +247,9 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
             names = ", ".join(sorted({each.incarnation for each in infos}))
             raise ConfigError(f"the workers are of several instances ({names}); each has to report the one it belongs to")
         self._half.meet_worker(infos[0])
+        engines = _watchable_engines() if self._settings.engine_sleeps else None
+        if engines is not None and self._caller.connect(infos[0].incarnation):
+            self._waits.watch(engines, self._caller.call)
 
     def on_new_request(self, request: Any) -> None:
         """A request was admitted."""
@@ -280,6 +294,7 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """End every hand-off, and give everything back."""
+        self._caller.close()
         if self._instance is not None:
             self._instance.close()
             self._instance = None

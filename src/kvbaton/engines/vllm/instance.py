@@ -29,6 +29,7 @@ from kvbaton.engines.instance import LateAnnouncer, ModelIdentity, announcer_of,
 from kvbaton.engines.vllm.computed_spans import ComputedSpans, LayerGroups
 from kvbaton.engines.vllm.controls import share_filter
 from kvbaton.engines.vllm.device import Gate
+from kvbaton.engines.vllm.engine_calls import CallListener
 from kvbaton.engines.vllm.rank_links import (
     FirstRankLinks,
     LayersDone,
@@ -96,6 +97,7 @@ class WorkerInstance:
         self._loop: RankLoop | None = None
         self._gate: Gate | None = None
         self._links: FirstRankLinks | RankLinks | None = None
+        self._calls: CallListener | None = None
         self._notes: HandoffsServer | None = None
         self._announcer: LateAnnouncer | None = None
         self.half: WorkerHalf | FollowerHalf
@@ -159,6 +161,8 @@ class WorkerInstance:
             has_drafts=self._has_drafts_anywhere,
             idle_wait_s=idle_wait_s(len(os.sched_getaffinity(0))),
         )
+        if settings.engine_sleeps:
+            self._calls = CallListener(self._incarnation, self.half.set_callable, self.half.hurry)
         if isinstance(self._links, FirstRankLinks):
             self._links.start(partial(take_from_rank, spans, reached))
         self._announcer = self._make_announcer(model, role)
@@ -252,6 +256,8 @@ class WorkerInstance:
             self._loop.start()
         if self.driver is not None:
             self.driver.start()
+        if self._calls is not None:
+            self._calls.start()
         if self._notes is not None:
             self._notes.start()
         if self._announcer is not None:
@@ -271,6 +277,8 @@ class WorkerInstance:
         self._close_agents()
 
     def _close_agents(self) -> None:
+        if self._calls is not None:
+            self._calls.close()
         if self._notes is not None:
             self._notes.close()
         if self._gate is not None:

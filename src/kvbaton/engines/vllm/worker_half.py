@@ -10,12 +10,13 @@ An instance of several ranks has one `WorkerHalf`, in the worker of rank 0, wher
 has a `FollowerHalf`: it reports computed layers to the first rank, and to vLLM what the first rank reports, in the same step,
 because vLLM counts the workers that have reported an id. It decides nothing.
 
-Belongs to vLLM's worker thread; the agents' thread only sets `news`.
+Belongs to vLLM's worker thread; the agents' thread only sets `news`, and `set_callable` and `hurry` may be called by any.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -66,14 +67,24 @@ __all__ = ["Finished", "FollowerHalf", "News", "WorkerHalf", "WorkerSource", "Wo
 log = logging.getLogger(__name__)
 
 _IDLE_WAIT_S, _LONGEST_IDLE_WAIT_S = 0.02, 0.06
-"""How long a step without a forward waits for news; see `idle_wait_s`."""
+"""How long a step without a forward waits for news at most, where no new request can end it; see `idle_wait_s`."""
+
+_CALLED_IDLE_WAIT_S = 0.25
+"""The same where one can. What else vLLM looks for in each step, such as a request that was aborted, waits for so long."""
+
+_QUIET_SHARE = 0.5
+"""How long such a step waits, as a share of the time in which nothing has happened: what vLLM looks for in each step, and
+nobody reports, is then seen late by no more than that share of the time that it took."""
+
+_HURRIED_STEPS = 2
+"""Steps that must not wait after a call: with async scheduling the next one was built before the request was known."""
 
 _FOLLOW_S = 60.0
 """How long another rank waits for what the first one has to report of a step. What comes later is reported later."""
 
 
 def idle_wait_s(cores: int) -> float:
-    """How long a step without a forward waits for news, where a process may use so many cores.
+    """How long a step without a forward waits for news at most, where a process may use so many cores and no request ends it.
 
     vLLM steps all the time while a request waits for its cache, and each step takes two or three milliseconds of a core. With
     few cores, the prefill that is waited for may need that very core: the fewer there are, the longer a step waits. Long waits
@@ -84,6 +95,9 @@ def idle_wait_s(cores: int) -> float:
 
 class News(Protocol):
     """What the worker waits for: a `threading.Event`, or in the simulator one of a virtual thread."""
+
+    def set(self) -> None:
+        """End the wait."""
 
     def wait(self, timeout: float) -> bool:
         """Wait until the agents have something to report, at most so long."""
@@ -139,7 +153,8 @@ class WorkerHalf:
     `observe` gets what vLLM does; the agents have an observer of their own. `cleared` is called with the number of a step when
     what was retracted before it is drained. `busy` is called when a step begins and ends: vLLM takes requests in between only.
     `gate` opens for layers when the device has computed them, `reached` for blocks when every rank has reached their step.
-    A step without a forward waits for news for `idle_wait_s`.
+    A step without a forward waits for news: at first shortly, at most for `idle_wait_s`, and longer while `set_callable` says
+    that a new request ends the wait.
     """
 
     def __init__(
@@ -163,6 +178,10 @@ class WorkerHalf:
     ) -> None:
         self._port = port
         self._idle_wait_s = idle_wait_s
+        self._is_callable = False
+        self._called = threading.Event()
+        self._hurried_steps = 0
+        self._quiet_since = clock()
         self._clock = clock
         self._has_drafts = has_drafts
         self._gate = gate or OpenGate()
@@ -205,6 +224,8 @@ class WorkerHalf:
         self._has_forward = orders.has_forward
         self._groups.begin(orders.chunks)
         self._busy(True)
+        if orders.orders:
+            self._quiet_since = self._clock()
         retracts = False
         for order in orders.orders:
             retracts |= isinstance(order, SourceRetracts)
@@ -261,12 +282,38 @@ class WorkerHalf:
         # vLLM with async scheduling takes what a step has computed or reported after the step that follows, so that one must
         # not wait.
         must_not_wait = self._finished or self._has_reported or self._has_forward or self._follows_forward
-        if self.live and not must_not_wait:
-            self._news.wait(self._idle_wait_s)
+        if self._is_hurried() or must_not_wait:
+            self._quiet_since = self._clock()
+        elif self.live:
+            self._news.wait(self._wait_s())
             self._take_events()
         finished, self._finished = self._finished, Finished()
         self._has_reported = bool(finished)
         return finished
+
+    def set_callable(self, is_callable: bool) -> None:
+        """Whether `hurry` will be called when a request comes in: only then may steps wait for long."""
+        self._is_callable = is_callable
+        self.hurry()
+
+    def hurry(self) -> None:
+        """A request has come in, which vLLM takes up between two steps: end this one, and do not wait in one built before."""
+        self._called.set()
+        self._news.set()
+
+    def _is_hurried(self) -> bool:
+        if self._called.is_set():
+            self._called.clear()
+            self._hurried_steps = _HURRIED_STEPS
+        if not self._hurried_steps:
+            return False
+        self._hurried_steps -= 1
+        return True
+
+    def _wait_s(self) -> float:
+        longest_s = _CALLED_IDLE_WAIT_S if self._is_callable else self._idle_wait_s
+        quiet_s = self._clock() - self._quiet_since
+        return min(longest_s, max(_IDLE_WAIT_S, _QUIET_SHARE * quiet_s))
 
     def _carry_out(self, order: Order) -> None:
         match order:

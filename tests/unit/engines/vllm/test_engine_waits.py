@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from kvbaton.engines.vllm.engine_waits import EngineWaits
 
 
@@ -37,3 +39,47 @@ def test_the_last_engine_of_a_process_guides_its_waits() -> None:
         last.step(has_forward=False)
     assert (condition.wait(timeout_ms=5000), condition.wait(timeout_ms=2), condition.wait()) == (5, 2, 5)
     assert condition.last_read == -math.inf
+
+
+def test_naps_are_longer_where_the_step_takes_long() -> None:
+    class Condition:
+        last_read = 5.0
+
+        def wait(self, timeout_ms: int | None = None) -> int | None:
+            return timeout_ms
+
+    now = 100.0
+    waits = EngineWaits(lambda: now)
+    waits.guide(Condition)
+    for _ in range(2):
+        waits.step(has_forward=False)
+    for now, nap_ms in ((100.0, 5), (100.01, 5), (100.04, 20), (100.5, 50)):  # noqa: B007 - the clock reads it
+        assert Condition().wait() == pytest.approx(nap_ms, abs=1)
+    waits.step(has_forward=False)
+    assert Condition().wait() == 5
+
+
+def test_a_request_calls_the_worker_only_while_steps_compute_nothing() -> None:
+    class Engine:
+        """Prepares requests as vLLM's `EngineCore` does."""
+
+        def preprocess_add_request(self, request: str) -> tuple[str, int]:
+            if request == "bad":
+                raise ValueError(request)
+            return request, 0
+
+    calls: list[str] = []
+    first, last = EngineWaits(), EngineWaits()
+    first.watch(Engine, lambda: calls.append("first"))
+    last.watch(Engine, lambda: calls.append("last"))
+    first.step(has_forward=False)
+    first.step(has_forward=False)
+    assert Engine().preprocess_add_request("a") == ("a", 0)
+    assert not calls, "only the last engine of a process counts, and it computes"
+    last.step(has_forward=False)
+    last.step(has_forward=False)
+    assert Engine().preprocess_add_request(request="b") == ("b", 0)
+    assert calls == ["last"]
+    with pytest.raises(ValueError, match="bad"):
+        Engine().preprocess_add_request("bad")
+    assert calls == ["last"] * 2

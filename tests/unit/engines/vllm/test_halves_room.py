@@ -281,3 +281,55 @@ def test_an_idle_step_waits_for_as_long_as_it_was_given() -> None:
     for _ in range(3):
         rig.step()
     assert rig.port.news.timeout == 0.001
+
+
+class _Idle:
+    """A worker with a hand-off under way that computes nothing, on a clock that a wait takes on; all waits are kept."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.waits = 50.0, list[float]()
+        self.rig = Rig()
+        port = self.rig.port
+        clock = lambda: self.now  # noqa: E731
+        self.worker = WorkerHalf(port, one_rank(port), layer_groups(), port.news, 0.01, idle_wait_s=0.06, clock=clock)
+        self.rig.worker = self.worker
+        monkeypatch.setattr(port.news, "wait", self._wait)
+        begun(self.rig)
+        self.rig.step()
+
+    def _wait(self, timeout: float) -> bool:
+        self.waits.append(timeout)
+        if not self.rig.port.news.is_set():
+            self.now += timeout
+        return True
+
+    def steps(self, count: int) -> list[float]:
+        self.waits.clear()
+        for _ in range(count):
+            self.rig.step()
+        return [round(each, 4) for each in self.waits]
+
+
+def test_idle_steps_wait_ever_longer_while_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    idle = _Idle(monkeypatch)
+    assert idle.steps(7) == [0.02, 0.02, 0.03, 0.045, 0.06, 0.06, 0.06]
+    idle.worker.set_callable(True)
+    idle.steps(2)
+    assert idle.steps(10) == [0.02, 0.02, 0.02, 0.03, 0.045, 0.0675, 0.1013, 0.1519, 0.2278, 0.25]
+    assert idle.steps(1) == [0.25]
+    begun(idle.rig, transfer_id="tx-2")
+    assert idle.steps(2) == [0.02, 0.02], "what was begun may end soon"
+    idle.worker.set_callable(False)
+    idle.steps(20)
+    assert idle.steps(1) == [0.06]
+
+
+def test_a_call_ends_the_wait_and_that_of_the_step_which_was_built_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    idle = _Idle(monkeypatch)
+    idle.worker.set_callable(True)
+    idle.steps(20)
+    assert idle.steps(2) == [0.25, 0.25]
+    idle.worker.hurry()
+    assert idle.rig.port.news.is_set(), "a step that waits already ends"
+    assert idle.steps(2) == []
+    assert idle.steps(2) == [0.02, 0.02]
