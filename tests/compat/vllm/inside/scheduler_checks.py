@@ -7,6 +7,7 @@ by itself that every id is reported once, and only while it waits for it. Argume
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 import threading
@@ -21,14 +22,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 from vllm_rig import source_params, target_params
 
 from kvbaton.agent.engine_port import Drained, Granted, SourceEnded, TargetEnded
-from kvbaton.core.handoff import HandoffKey, Outcome
+from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.handoff import HandoffKey, Incarnation, Outcome
 from kvbaton.engines.vllm import KVBatonConnector
+from kvbaton.engines.vllm.connector import _Handshake
+from kvbaton.engines.vllm.engine_calls import CallListener
 from kvbaton.engines.vllm.engine_waits import EngineWaits
 from kvbaton.engines.vllm.metrics import KVBatonStats
+from kvbaton.engines.vllm.requests import HandoffInfo
 
 # What becomes of a prefill.
 
@@ -457,6 +463,23 @@ def engine_is_left_alone_where_the_setting_asks_for_that(model: str) -> None:
         assert hasattr(SpinCondition.wait, "__wrapped__") is sleeps
 
 
+def engine_calls_its_worker_unless_the_setting_forbids_it(model: str) -> None:
+    for sleeps in (False, True):
+        name, can_call = Incarnation(f"checks-{os.getpid()}-{sleeps}"), threading.Event()
+        listener = CallListener(name, lambda _, can_call=can_call: can_call.set(), threading.Event().set)
+        listener.start()
+        config = make_config("target", model, "fail", "push", is_async=False)
+        config.kv_transfer_config.kv_connector_extra_config["engine_sleeps"] = sleeps
+        config.cache_config.num_gpu_blocks = 65
+        connector = KVBatonConnector(config, KVConnectorRole.SCHEDULER, make_caches(65))
+        info = HandoffInfo(ControlAddress.of("127.0.0.1", 7001), name)
+        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): _Handshake(info)})
+        assert hasattr(EngineCore.preprocess_add_request, "__wrapped__") is sleeps
+        assert can_call.wait(30 if sleeps else 0.2) is sleeps
+        connector.shutdown()
+        listener.close()
+
+
 CHECKS: tuple[Callable[[str], None], ...] = (
     source_blocks_stay_until_the_sending_has_ended,
     source_of_a_prompt_shorter_than_a_block,
@@ -482,6 +505,7 @@ CHECKS: tuple[Callable[[str], None], ...] = (
     statistics_are_found_by_the_name_of_the_connector,
     engine_sleeps_while_it_waits_for_a_step_without_a_forward,
     engine_is_left_alone_where_the_setting_asks_for_that,
+    engine_calls_its_worker_unless_the_setting_forbids_it,
 )
 
 
