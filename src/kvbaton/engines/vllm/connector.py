@@ -247,7 +247,9 @@ class KVBatonConnector(KVConnectorBase_V1, SupportsHMA):
             names = ", ".join(sorted({each.incarnation for each in infos}))
             raise ConfigError(f"the workers are of several instances ({names}); each has to report the one it belongs to")
         self._half.meet_worker(infos[0])
-        engines = _watchable_engines() if self._settings.engine_sleeps else None
+        # Engines in lockstep wait for each other's steps: those of one that only waits for caches have to stay short.
+        is_alone = self._vllm_config.parallel_config.data_parallel_size == 1
+        engines = _watchable_engines() if self._settings.engine_sleeps and is_alone else None
         if engines is not None and self._caller.connect(infos[0].incarnation):
             self._waits.watch(engines, self._caller.call)
 

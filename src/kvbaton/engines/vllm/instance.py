@@ -29,7 +29,7 @@ from kvbaton.engines.instance import LateAnnouncer, ModelIdentity, announcer_of,
 from kvbaton.engines.vllm.computed_spans import ComputedSpans, LayerGroups
 from kvbaton.engines.vllm.controls import share_filter
 from kvbaton.engines.vllm.device import Gate
-from kvbaton.engines.vllm.engine_calls import CallListener
+from kvbaton.engines.vllm.engine_calls import CallListener, listen
 from kvbaton.engines.vllm.rank_links import (
     FirstRankLinks,
     LayersDone,
@@ -162,7 +162,7 @@ class WorkerInstance:
             idle_wait_s=idle_wait_s(len(os.sched_getaffinity(0))),
         )
         if settings.engine_sleeps:
-            self._calls = CallListener(self._incarnation, self.half.set_callable, self.half.hurry)
+            self._calls = listen(self._incarnation, self.half.set_callable, self.half.hurry)
         if isinstance(self._links, FirstRankLinks):
             self._links.start(partial(take_from_rank, spans, reached))
         self._announcer = self._make_announcer(model, role)

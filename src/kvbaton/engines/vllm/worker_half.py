@@ -16,6 +16,7 @@ Belongs to vLLM's worker thread; the agents' thread only sets `news`, and `set_c
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -70,7 +71,8 @@ _IDLE_WAIT_S, _LONGEST_IDLE_WAIT_S = 0.02, 0.06
 """How long a step without a forward waits for news at most, where no new request can end it; see `idle_wait_s`."""
 
 _CALLED_IDLE_WAIT_S = 0.25
-"""The same where one can. What else vLLM looks for in each step, such as a request that was aborted, waits for so long."""
+"""The same where one can. What else vLLM looks for between steps waits for so long: calls of its API other than new requests,
+and aborts; these for two steps with async scheduling, where the next one is built already."""
 
 _QUIET_SHARE = 0.5
 """How long such a step waits, as a share of the time in which nothing has happened: what vLLM looks for in each step, and
@@ -181,6 +183,7 @@ class WorkerHalf:
         self._is_callable = False
         self._called = threading.Event()
         self._hurried_steps = 0
+        self._hurried_at = -math.inf
         self._quiet_since = clock()
         self._clock = clock
         self._has_drafts = has_drafts
@@ -304,7 +307,11 @@ class WorkerHalf:
     def _is_hurried(self) -> bool:
         if self._called.is_set():
             self._called.clear()
-            self._hurried_steps = _HURRIED_STEPS
+            now = self._clock()
+            # Calls that follow each other closely find short waits, and would leave no pause between steps.
+            if now - self._hurried_at >= _IDLE_WAIT_S:
+                self._hurried_steps, self._hurried_at = _HURRIED_STEPS, now
+            self._quiet_since = now
         if not self._hurried_steps:
             return False
         self._hurried_steps -= 1

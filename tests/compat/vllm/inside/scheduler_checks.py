@@ -466,7 +466,11 @@ def engine_is_left_alone_where_the_setting_asks_for_that(model: str) -> None:
 def engine_calls_its_worker_unless_the_setting_forbids_it(model: str) -> None:
     for sleeps in (False, True):
         name, can_call = Incarnation(f"checks-{os.getpid()}-{sleeps}"), threading.Event()
-        listener = CallListener(name, lambda _, can_call=can_call: can_call.set(), threading.Event().set)
+
+        def note(_: bool, can_call: threading.Event = can_call) -> None:
+            can_call.set()
+
+        listener = CallListener(name, note, threading.Event().set)
         listener.start()
         config = make_config("target", model, "fail", "push", is_async=False)
         config.kv_transfer_config.kv_connector_extra_config["engine_sleeps"] = sleeps

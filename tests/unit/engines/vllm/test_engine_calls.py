@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import struct
 import threading
 import uuid
 from collections.abc import Iterator
@@ -14,14 +13,14 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvbaton.core.handoff import Incarnation
-from kvbaton.engines.vllm.engine_calls import CallListener, EngineCaller
+from kvbaton.engines.vllm.engine_calls import CallListener, EngineCaller, listen
 
 _PATIENT_S = 30.0
 
 
 @dataclass
 class _Worker:
-    """Keeps what it is told."""
+    """Notes what it is called with."""
 
     incarnation: Incarnation = field(default_factory=lambda: Incarnation(f"test-{uuid.uuid4().hex}"))
     can_be_called: threading.Event = field(default_factory=threading.Event)
@@ -73,9 +72,9 @@ def test_the_last_engine_that_connects_counts() -> None:
         first.call()
 
 
-def test_an_engine_without_a_worker_calls_nobody() -> None:
+def test_an_engine_without_a_worker_calls_none() -> None:
     engine = EngineCaller()
-    assert not engine.connect(Incarnation("nobody"))
+    assert not engine.connect(Incarnation("no worker"))
     engine.call()
     worker = _Worker()
     with worker.listening():
@@ -85,7 +84,7 @@ def test_an_engine_without_a_worker_calls_nobody() -> None:
     engine.call()
 
 
-def test_calls_that_nobody_reads_keep_no_request_waiting() -> None:
+def test_calls_that_are_not_read_keep_no_request_waiting() -> None:
     worker, engine = _Worker(), EngineCaller()
     silent = socket.socket(socket.AF_UNIX)
     with contextlib.closing(silent):
@@ -97,11 +96,48 @@ def test_calls_that_nobody_reads_keep_no_request_waiting() -> None:
         engine.close()
 
 
-def test_an_engine_of_another_user_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker, stranger = _Worker(), EngineCaller()
-    monkeypatch.setattr(os, "getuid", lambda: struct.unpack("i", struct.pack("i", 12345))[0])
+def test_an_engine_of_another_user_is_not_taken_and_takes_nothing_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, engine, stranger, next_engine = _Worker(), EngineCaller(), EngineCaller(), EngineCaller()
+    own = os.getuid()
     with worker.listening():
+        assert engine.connect(worker.incarnation)
+        assert worker.can_be_called.wait(_PATIENT_S)
+        worker.can_be_called.clear()
+        monkeypatch.setattr(os, "getuid", lambda: own + 1)
         assert stranger.connect(worker.incarnation)
         stranger.call()
-        assert not worker.can_be_called.wait(0.3)
-    assert not worker.called.is_set()
+        engine.call()
+        assert worker.called.wait(_PATIENT_S), "the rightful engine is still heard"
+        assert not worker.cannot_be_called.is_set()
+        monkeypatch.undo()
+        assert next_engine.connect(worker.incarnation)
+        # Connections are taken in order: the stranger was looked at before this one.
+        assert worker.can_be_called.wait(_PATIENT_S)
+
+
+def test_a_worker_that_may_not_listen_goes_on_without() -> None:
+    worker = _Worker()
+    with worker.listening():
+        assert listen(worker.incarnation, worker.set_callable, worker.called.set) is None, "the name is taken"
+
+
+def test_an_error_of_accepting_takes_no_engine_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, engine = _Worker(), EngineCaller()
+    failed = threading.Event()
+
+    class _Full(socket.socket):
+        def accept(self) -> tuple[socket.socket, object]:
+            if worker.can_be_called.is_set() and not failed.is_set():
+                failed.set()
+                raise OSError(24, "too many open files")
+            return super().accept()
+
+    monkeypatch.setattr("kvbaton.engines.vllm.engine_calls.socket.socket", _Full)
+    with worker.listening():
+        assert engine.connect(worker.incarnation)
+        assert worker.can_be_called.wait(_PATIENT_S)
+        other = EngineCaller()
+        assert other.connect(worker.incarnation)
+        assert failed.wait(_PATIENT_S)
+        engine.call()
+        assert worker.called.wait(_PATIENT_S)

@@ -333,3 +333,16 @@ def test_a_call_ends_the_wait_and_that_of_the_step_which_was_built_before(monkey
     assert idle.rig.port.news.is_set(), "a step that waits already ends"
     assert idle.steps(2) == []
     assert idle.steps(2) == [0.02, 0.02]
+
+
+def test_calls_that_follow_each_other_closely_leave_pauses_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    idle = _Idle(monkeypatch)
+    idle.worker.set_callable(True)
+    idle.steps(20)
+    idle.worker.hurry()
+    assert idle.steps(2) == []
+    idle.worker.hurry()
+    assert idle.steps(2) == [0.02, 0.02]
+    idle.now += 1.0
+    idle.worker.hurry()
+    assert idle.steps(2) == []
