@@ -230,5 +230,5 @@ class TestAllLayersOfAllRanks:
     @every_read
     def test_without_the_failure_of_one_rank_poison_is_decoded(self, flow: Flow) -> None:
         scripts = list(at_every_event(make(flow, ranks=2, layers=3), Fault(FaultKind.COPY_FAILS, who="d0", number=1)))
-        assert first_broken(scripts, PLANTS["rank-failure-lost"].bugs) == {"confirmed after the last byte"}
+        assert "confirmed after the last byte" in broken(scripts, PLANTS["rank-failure-lost"].bugs)
         assert first_broken(scripts, PLANTS["rank-failure-lost"].bugs, prepare=confirmed_early) == {"foreign byte"}
