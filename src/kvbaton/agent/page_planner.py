@@ -25,7 +25,7 @@ _MOST_RUNS = 512
 """What is moved in one call, see move_few.c; more runs are worth no hurry."""
 
 
-class _Table(NamedTuple):
+class _PageTable(NamedTuple):
     """`struct piece` of plan_pages.c for a range of layers, with its slots behind it; and how many those are."""
 
     numbers: ctypes.Array[ctypes.c_int64]
@@ -41,7 +41,7 @@ class PagePlanner:
         (self._piece,) = group.pieces
         self._token_bytes = self._piece.first_run[2]
         self._loops = loops
-        self._tables: dict[tuple[int, int], _Table] = {}
+        self._tables: dict[tuple[int, int], _PageTable] = {}
 
     @classmethod
     def of(cls, pair: Pair, loops: Loops | None) -> PagePlanner | None:
@@ -73,7 +73,7 @@ class PagePlanner:
         runs = self._loops.plan_pages(table.numbers, sources, targets, first - skipped, end - skipped, most)
         return None if runs is None else (runs, (end - first) * self._token_bytes * table.slots)
 
-    def _table(self, layers: range) -> _Table:
+    def _table(self, layers: range) -> _PageTable:
         piece, group = self._piece, self._group
         slots = piece.slots_of(layers).starts
         numbers = (
@@ -85,5 +85,5 @@ class PagePlanner:
         )
         if len(self._tables) >= _MOST_RANGES:
             self._tables.clear()  # a message may name any layers
-        table = self._tables[layers.start, layers.stop] = _Table((ctypes.c_int64 * len(numbers))(*numbers), len(slots))
+        table = self._tables[layers.start, layers.stop] = _PageTable((ctypes.c_int64 * len(numbers))(*numbers), len(slots))
         return table

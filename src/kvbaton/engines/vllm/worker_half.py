@@ -75,8 +75,8 @@ _CALLED_IDLE_WAIT_S = 0.25
 and aborts; these for two steps with async scheduling, where the next one is built already."""
 
 _QUIET_SHARE = 0.5
-"""How long such a step waits, as a share of the time in which nothing has happened: what vLLM looks for in each step, and
-nobody reports, is then seen late by no more than that share of the time that it took."""
+"""How long such a step waits, as a share of the time in which nothing has happened: what vLLM looks for in each step
+without a report is then seen late by no more than that share of the time that it took."""
 
 _HURRIED_STEPS = 2
 """Steps that must not wait after a call: with async scheduling the next one was built before the request was known."""
@@ -155,8 +155,8 @@ class WorkerHalf:
     `observe` gets what vLLM does; the agents have an observer of their own. `cleared` is called with the number of a step when
     what was retracted before it is drained. `busy` is called when a step begins and ends: vLLM takes requests in between only.
     `gate` opens for layers when the device has computed them, `reached` for blocks when every rank has reached their step.
-    A step without a forward waits for news: at first shortly, at most for `idle_wait_s`, and longer while `set_callable` says
-    that a new request ends the wait.
+    A step without a forward waits for news: at first shortly, at most for `idle_wait_s`, and longer while a new request ends
+    the wait, see `set_callable`.
     """
 
     def __init__(
