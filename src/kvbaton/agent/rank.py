@@ -757,10 +757,7 @@ class RankAgent:
         parts: list[tuple[PeerRank, Part]] = []
         for peer, runs, planned in self._plan(copy, source_blocks, moving.spans):
             moving.planned += planned
-            if 0 < planned <= most:  # as `cut_runs` does: nearly always, and this is on the way of every span
-                parts.append((peer, Part(copy_id, number, runs)))
-            else:
-                parts += [(peer, Part(copy_id, number, batch)) for batch in cut_runs(runs, planned, most)]
+            parts += [(peer, Part(copy_id, number, batch)) for batch in cut_runs(runs, planned, most)]
         return parts
 
     def _post_part(self, peer: PeerRank, part: Part) -> None:

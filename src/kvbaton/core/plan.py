@@ -53,7 +53,7 @@ class TokenPlaces:
 FewRuns = list[int]
 """The runs of one layer of a few blocks: source offset, target offset and bytes of each, one behind the other.
 
-Flat, because NumPy takes three times as long for a list of rows.
+Flat, because NumPy takes more than twice as long for a list of rows.
 """
 
 LayerRuns = Numbers | TokenPlaces | FewRuns
@@ -99,7 +99,7 @@ def plan_blocks(
         if len(lists) != len(pair.groups):
             raise RangeError(f"{side} block lists are for {len(lists)} groups where the layout has {len(pair.groups)}")
     return tuple(
-        [  # a list, as a generator takes twice as long for the one group of most layouts
+        [  # a list, not a generator: this is on the way of every span, and most layouts have one group
             _group_runs(group, source_list, target_list, first_token, tokens, total)
             for group, source_list, target_list in zip(pair.groups, source_blocks, target_blocks, strict=True)
         ]
