@@ -117,6 +117,9 @@ class _LastMove(NamedTuple):
     record: SourceRecord | TargetRecord
     place: tuple[object, ...]
     since: float
+    arrived_bytes: int
+    """What a target's ranks have counted of the bytes that its source writes: a sign of life without a message."""
+    arrived_at: float
 
 
 class Run:
@@ -664,7 +667,9 @@ class Run:
             place = (str(record.state), record.generation, *counts)
             stand = before.get(id(record))
             since = now if stand is None or stand.place != place else stand.since
-            stands[id(record)] = _LastMove(record, place, since)
+            arrived_bytes = record.arrived_bytes if isinstance(record, TargetRecord) else 0
+            arrived_at = now if stand is None or stand.arrived_bytes != arrived_bytes else stand.arrived_at
+            stands[id(record)] = _LastMove(record, place, since, arrived_bytes, arrived_at)
             cap = limits.queue_timeout if record.state in (SourceState.QUEUED, TargetState.QUEUED) else limits.hold_cap
             if record.state is SourceState.QUEUED and record.target is not None:
                 # Without its target, and then with one that queues itself.
@@ -672,7 +677,7 @@ class Run:
             if now - since > cap * _HARD_END_SLACK[0] + _HARD_END_SLACK[1]:
                 self.world.violate("hard end", f"{name}: {record.key} has been {record.state} for {now - since:.1f} s")
             self._check_silent_peer(name, record, since)
-            self._check_on_time(name, record, since)
+            self._check_on_time(name, record, max(since, arrived_at))
             self._check_dead_peer(instance, record, since)
         self._check_refused_copies(instance)
 
@@ -703,7 +708,7 @@ class Run:
         return is_paused or instance.process.paused_until > self.world.now - _PAUSED_S
 
     def _check_on_time(self, name: str, record: SourceRecord | TargetRecord, since: float) -> None:
-        """A side that waits for its peer, and receives nothing about the hand-off, ends when its limit is over."""
+        """A side that waits for its peer, and receives neither bytes nor a message, ends when its limit is over."""
         if record.state in (SourceState.QUEUED, TargetState.QUEUED):
             return
         if isinstance(record, SourceRecord) and record.is_released:

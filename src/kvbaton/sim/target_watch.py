@@ -25,6 +25,7 @@ from kvbaton.agent.rank_orders import (
 from kvbaton.agent.target import TargetRecord
 from kvbaton.config import Limits
 from kvbaton.core.checks import span_size
+from kvbaton.core.grants import REACH
 from kvbaton.core.handoff import AuxChannel, Executor, HandoffKey, Incarnation
 from kvbaton.core.lifecycle import TargetState
 from kvbaton.core.messages import MAX_NUMBER, Announced, Grant, Message, Over, Prefilled, Refused, Retracted, Stop, Stopped
@@ -58,7 +59,7 @@ class TargetWatch:
         self._used_up_to: defaultdict[str, set[int]] = defaultdict(set)
         """By source: the last number in sequence that it was sent, and those that it named as used when it refused one."""
         self._refused_up_to: dict[str, int] = {}
-        """By source: the last number that it named as used when it refused the one in hand."""
+        """By source: the last number that it named as used when it refused the one in hand, in a refusal that is followed."""
         self._may_land: set[HandoffKey] = set()
         """What a source has stated of, under any grant, that bytes may still be on their way."""
         self._lost: set[Incarnation] = set()
@@ -93,7 +94,7 @@ class TargetWatch:
         if isinstance(message, Refused) and message.stale:
             self._used_up_to[source].add(message.used_up_to)
             record = None if message.key is None else self._target.current(source, message.key, message.grant)
-            if record is not None and record.state is TargetState.GRANTED and message.sequence in (0, record.sequence):
+            if record is not None and message.sequence in (0, record.sequence) and _is_followed(record, message):
                 self._refused_up_to[source] = message.used_up_to
         elif isinstance(message, Announced | Prefilled | Retracted):
             self._generations[message.key, message.grant].add(message.generation)
@@ -259,3 +260,9 @@ class TargetWatch:
         """What is wrong with the cause that is counted for a record that was not read, or not the right one."""
         counted = {cause for cause, count in self.fallbacks().items() if count > before.get(cause, 0)}
         return f"counted as {counted}" if counted and (counted == {"not read"}) is not bool(report.error) else ""
+
+
+def _is_followed(record: TargetRecord, refused: Refused) -> bool:
+    """Whether the next number goes by this refusal: of a grant without an answer yet, or with no number to a live writer."""
+    may_be_written = record.executor is Executor.SOURCE_WRITES and record.sequence <= refused.used_up_to + REACH
+    return record.state is TargetState.GRANTED or (not refused.sequence and may_be_written)
