@@ -8,12 +8,11 @@ to `core/plan.py`, which is the reference and names it.
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple
 
 from kvbaton.core.handoff import BlockLists
 from kvbaton.core.pair import GroupPair, Pair
 from kvbaton.core.strips import Runs
-from kvbaton.transport.runs import Loops
+from kvbaton.transport.runs import Loops, Pages
 
 __all__ = ["PagePlanner"]
 
@@ -21,15 +20,11 @@ _MOST_RANGES = 256
 _MOST_PAGES = 32
 """As in plan_pages.c."""
 
+_SLOT_COUNT_AT = 6
+"""Where `struct piece` has the number of its slots."""
+
 _MOST_RUNS = 512
 """What is moved in one call, see move_few.c; more runs are worth no hurry."""
-
-
-class _PageTable(NamedTuple):
-    """`struct piece` of plan_pages.c for a range of layers, with its slots behind it; and how many those are."""
-
-    numbers: ctypes.Array[ctypes.c_int64]
-    slots: int
 
 
 class PagePlanner:
@@ -41,7 +36,7 @@ class PagePlanner:
         (self._piece,) = group.pieces
         self._token_bytes = self._piece.first_run[2]
         self._loops = loops
-        self._tables: dict[tuple[int, int], _PageTable] = {}
+        self._tables: dict[tuple[int, int], ctypes.Array[ctypes.c_int64]] = {}
 
     @classmethod
     def of(cls, pair: Pair, loops: Loops | None) -> PagePlanner | None:
@@ -54,10 +49,10 @@ class PagePlanner:
         rounds_out = group.target.window or group.target.whole_blocks or group.target.moves_pages
         return cls(group, loops) if is_plain and not rounds_out else None
 
-    def plan(
+    def pages(
         self, source_blocks: BlockLists, target_blocks: BlockLists, first: int, end: int, total: int | None, layers: range
-    ) -> tuple[Runs, int] | None:
-        """The runs of tokens `first` up to `end` of these layers, and their bytes; None where `core/plan.py` has to plan."""
+    ) -> Pages | None:
+        """Tokens `first` up to `end` of these layers, for a loop to plan; None where `core/plan.py` has to plan."""
         if len(source_blocks) != 1 or len(target_blocks) != 1 or (total is not None and end > total):
             return None
         low, high = first // self._size, -(-end // self._size)
@@ -66,14 +61,16 @@ class PagePlanner:
         if not len(sources) == len(targets) == high - low <= _MOST_PAGES or low < 0:
             return None
         table = self._tables.get((layers.start, layers.stop)) or self._table(layers)
-        most = min(table.slots * len(sources), _MOST_RUNS)
-        if not most:
-            return None
-        skipped = low * self._size
-        runs = self._loops.plan_pages(table.numbers, sources, targets, first - skipped, end - skipped, most)
-        return None if runs is None else (runs, (end - first) * self._token_bytes * table.slots)
+        skipped, wire_bytes = low * self._size, (end - first) * self._token_bytes * table[_SLOT_COUNT_AT]
+        return Pages(table, sources, targets, first - skipped, end - skipped, wire_bytes) if wire_bytes > 0 else None
 
-    def _table(self, layers: range) -> _PageTable:
+    def plan(self, pages: Pages) -> Runs | None:
+        """The runs of pages; None where `core/plan.py` has to plan."""
+        most = min(pages.table[_SLOT_COUNT_AT] * len(pages.sources), _MOST_RUNS)
+        return self._loops.plan_pages(pages, most)
+
+    def _table(self, layers: range) -> ctypes.Array[ctypes.c_int64]:
+        """`struct piece` of plan_pages.c for a range of layers, with its slots behind it."""
         piece, group = self._piece, self._group
         slots = piece.slots_of(layers).starts
         numbers = (
@@ -85,5 +82,5 @@ class PagePlanner:
         )
         if len(self._tables) >= _MOST_RANGES:
             self._tables.clear()  # a message may name any layers
-        table = self._tables[layers.start, layers.stop] = _PageTable((ctypes.c_int64 * len(numbers))(*numbers), len(slots))
+        table = self._tables[layers.start, layers.stop] = (ctypes.c_int64 * len(numbers))(*numbers)
         return table

@@ -44,13 +44,15 @@ from kvbaton.transport.base import (
     Completion,
     Direction,
     LateWrites,
+    PagesMoved,
+    PagingTransport,
     PeerRank,
     ReportingTransport,
     Ticket,
     Transport,
     fencing_of,
 )
-from kvbaton.transport.runs import Loops, RegionSummer, load_loops
+from kvbaton.transport.runs import Loops, Pages, RegionSummer, load_loops
 
 __all__ = [
     "NO_CONTROLS",
@@ -517,6 +519,7 @@ class RankAgent:
         self._fencing = fencing_of(transport)
         # Looked up once: `poll` is called with every turn, and asking a protocol costs more than the rest of it.
         self._reporting = transport if isinstance(transport, ReportingTransport) else None
+        self._paging = transport if isinstance(transport, PagingTransport) else None
         self._arrivals_total = 0
         self._report = report
         self._clock = clock
@@ -720,8 +723,39 @@ class RankAgent:
         if copy is None:
             return  # it has failed or stopped, and that report is on its way
         for together in _neighbours(order.spans):
-            if copy.state is CopyState.OPEN:
+            if copy.state is CopyState.OPEN and not self._move_at_once(copy, order.source_blocks, together):
                 self._post(copy, order.source_blocks, together)
+
+    def _move_at_once(self, copy: _Copy, source_blocks: BlockLists, spans: tuple[Span, ...]) -> bool:
+        """Have the transport read a few pages in one call, where it can; what it leaves alone is planned and posted.
+
+        What is refused is left alone too, and named there. Nothing overtakes batches that wait for room.
+        """
+        order, routes = copy.order, self._routes.get(copy.order.peer)
+        if self._paging is None or routes is None or order.executor is not Executor.TARGET_READS or self._backlog.has_parts:
+            return False
+        if len(routes.reads) != 1 or (planner := routes.reads[0].pages) is None:
+            return False
+        first, end = max(spans[0].first_token, order.cached_tokens), spans[-1].end_token
+        layers = range(spans[0].first_layer, spans[-1].end_layer)
+        try:
+            pages = planner.pages(source_blocks, order.target_blocks, first, end, order.total_tokens, layers)
+            if pages is None:
+                return False
+            moved = self.start_pages(order.copy, self._paging, routes.reads[0].peer, pages)
+        except KVBatonError:
+            return False
+        except Exception as error:
+            self._fail(copy, f"{type(error).__name__}: {error}")
+            raise
+        if moved is None:
+            return False
+        number = spans[0].number
+        copy.moving[number] = _Moving(spans, planned=pages.wire_bytes, open={moved.ticket})
+        self._owners[moved.ticket] = (order.copy, number)
+        self.runs_total += moved.runs
+        self._step(copy, CopyEvent.POSTED)
+        return True
 
     def _stop_copy(self, copy_id: CopyId) -> None:
         copy = self.copies.get(copy_id)
@@ -790,6 +824,11 @@ class RankAgent:
         del copy_id
         return self._transport.post(batch)
 
+    def start_pages(self, copy_id: CopyId, transport: PagingTransport, peer: PeerRank, pages: Pages) -> PagesMoved | None:
+        """Hand pages of a copy to the transport; None if they have to be planned and posted."""
+        del copy_id
+        return transport.move_pages(peer, pages)
+
     def _offer_again(self, *, at_once: bool) -> None:
         for copy_id, reason in self._backlog.offer_again(self._clock(), at_once=at_once):
             if (copy := self.copies.get(copy_id)) is not None:
@@ -813,16 +852,16 @@ class RankAgent:
         first, end = max(spans[0].first_token, order.cached_tokens), spans[-1].end_token
         layers = range(spans[0].first_layer, spans[-1].end_layer)
         if len(routes) == 1 and (pages := routes[0].pages) is not None:
-            planned = pages.plan(source_blocks, order.target_blocks, first, end, order.total_tokens, layers)
-            if planned is not None:
-                return [(routes[0].peer, *planned)]
+            few = pages.pages(source_blocks, order.target_blocks, first, end, order.total_tokens, layers)
+            if few is not None and (runs := pages.plan(few)) is not None:
+                return [(routes[0].peer, runs, few.wire_bytes)]
         if copy.plan_of != (source_blocks, first, end):
             copy.plans = [
                 plan_blocks(route.pair, source_blocks, order.target_blocks, first, end, order.total_tokens) for route in routes
             ]
             copy.plan_of = (source_blocks, first, end)
         plans = [plan_layers(route.pair, plan, layers) for route, plan in zip(routes, copy.plans, strict=True)]
-        return [(route.peer, runs, count_bytes(runs)) for route, runs in zip(routes, plans, strict=True)]
+        return [(route.peer, planned, count_bytes(planned)) for route, planned in zip(routes, plans, strict=True)]
 
     def _complete(self, copy: _Copy, moving: _Moving, completion: Completion) -> None:
         moving.open.discard(completion.ticket)

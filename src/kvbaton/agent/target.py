@@ -764,7 +764,8 @@ class TargetSide:
             record.source_blocks = announced.blocks
         for span in new:
             record.unmoved[span.number] = record.spans[span.number] = span
-        self.renew_cap(record)
+        if record.executor is Executor.SOURCE_WRITES:
+            self.renew_cap(record)  # of what is read, only what has arrived counts
         self.step(record, TargetEvent.ANNOUNCED)
         self._refuse_surplus(record)
         self._settle(record)
@@ -1081,8 +1082,11 @@ class TargetSide:
     def renew_cap(self, record: TargetRecord) -> None:
         """Count the time that heartbeats of the source can gain from now, if the hand-off has got further than ever before."""
         stage, furthest = _STAGES.get(record.state, -1), record.furthest
-        if stage >= furthest[0] and (reached := (stage, self._done(record))) > furthest:
-            record.furthest = reached
+        if stage < furthest[0]:
+            return
+        done = self._done(record)
+        if stage > furthest[0] or done > furthest[1]:
+            record.furthest = stage, done
             is_queued = record.state is TargetState.QUEUED
             record.capped_at = self._clock() + (self._limits.queue_timeout if is_queued else self._hold_cap)
 

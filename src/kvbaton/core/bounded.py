@@ -29,9 +29,11 @@ class BoundedMap(OrderedDict[KeyT, ValueT]):
         self._on_evict = on_evict
 
     def __setitem__(self, key: KeyT, value: ValueT) -> None:
-        super().__setitem__(key, value)
-        self.move_to_end(key)
-        if len(self) > self._limit:
+        before = len(self)
+        OrderedDict.__setitem__(self, key, value)
+        if len(self) == before:
+            self.move_to_end(key)  # a new one is there already
+        elif before >= self._limit:
             oldest = self.popitem(last=False)
             if self._on_evict is not None:
                 self._on_evict(*oldest)

@@ -129,7 +129,7 @@ from kvbaton.sim.strays import (
 )
 from kvbaton.sim.tag_model import TagCache, TagCacheShape
 from kvbaton.sim.target_watch import TargetWatch
-from kvbaton.sim.transport import Fabric, FencingSimTransport, ReportingSimTransport, SimRank, SimTransport
+from kvbaton.sim.transport import Fabric, FencingSimTransport, ReportingSimTransport, SimRank, SimTransport, find_loops
 from kvbaton.sim.virtual_sockets import VirtualMachine, Wires
 from kvbaton.sim.vllm_engine import VllmEngine
 from kvbaton.sim.vllm_workers import VLLM, VllmClasses
@@ -468,6 +468,7 @@ class SimInstance:
                 unfenced_writes=cluster.unfenced_writes,
                 # One alone need not be given the layouts of the others.
                 instance=layouts if len(layouts) > 1 else (),
+                loops=find_loops(),
             )
             for rank, transport in enumerate(self.transports)
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections import deque
@@ -35,9 +36,22 @@ from kvbaton.sim.memory import RankMemory, TaggedCell
 from kvbaton.sim.network import Network
 from kvbaton.sim.rank_watch import RankWatch
 from kvbaton.sim.world import SimProcess, World
-from kvbaton.transport.base import BATCH_BYTES, AfterEvent, Arrival, Batch, Completion, Direction, LateWrites, PeerRank, Ticket
+from kvbaton.transport.base import (
+    BATCH_BYTES,
+    AfterEvent,
+    Arrival,
+    Batch,
+    Completion,
+    Direction,
+    LateWrites,
+    PagesMoved,
+    PagingTransport,
+    PeerRank,
+    Ticket,
+)
+from kvbaton.transport.runs import Loops, Pages, load_loops
 
-__all__ = ["Fabric", "FencingSimTransport", "ReportingSimTransport", "SimRank", "SimTransport"]
+__all__ = ["Fabric", "FencingSimTransport", "ReportingSimTransport", "SimRank", "SimTransport", "find_loops"]
 
 if TYPE_CHECKING:
     from kvbaton.agent.rank import _SumJob
@@ -54,8 +68,17 @@ _FEW_OFFERS, _LONGEST_S = 10, 0.045
 _SHORT = "were moved without an error"
 """How a batch fails that has completed, and not with all its bytes."""
 
+_MOST_RUNS = 512
+"""As many as are moved in one call over real memory."""
+
 _ORPHANED_S = 1.0
 """How long a rank goes on after the process of its coordinator has died."""
+
+
+@functools.cache
+def find_loops() -> Loops | None:
+    """The loops in C that plan pages, where there is a compiler; looked up once, for they are read from files."""
+    return load_loops()
 
 
 @dataclass(slots=True)
@@ -122,6 +145,7 @@ class SimTransport:
         self.memory = memory
         self._allow = allow
         self._wake = wake
+        self._loops = find_loops()
         self._last_ticket = 0
         self._posted: dict[Ticket, _PostedBatch] = {}
         self._done: list[Completion] = []
@@ -241,6 +265,14 @@ class SimTransport:
         self._posted[ticket] = posted
         self._schedule(posted)
         return ticket
+
+    def move_pages(self, peer: PeerRank, pages: Pages) -> PagesMoved | None:
+        """Start moving their cells, as `post` does; not while it is full, which only `post` reports."""
+        is_full = self.refuse_until > self._fabric.world.now
+        runs = None if self._loops is None or is_full else self._loops.plan_pages(pages, _MOST_RUNS)
+        if runs is None or pages.wire_bytes > self.batch_bytes:
+            return None
+        return PagesMoved(self.post(Batch(peer, Direction.READ, runs)), len(runs))
 
     def _check_wait(self, copy: CopyId) -> None:
         """What was refused is not offered again before something may have changed: a completion, a peer that is gone, or time.
@@ -590,6 +622,17 @@ class SimRank(RankAgent):
             raise
         self._watch.on_offer(batch.peer, is_taken=True, is_waiting=is_waiting)
         return ticket
+
+    def start_pages(self, copy_id: CopyId, transport: PagingTransport, peer: PeerRank, pages: Pages) -> PagesMoved | None:
+        """Hand pages of a copy to the transport."""
+        if isinstance(transport, SimTransport):
+            transport.context = copy_id
+        if vars(self._backlog)["_peers"]:
+            self._world.find("prompt", f"rank {self.rank}: pages of {copy_id} overtake what waits")
+        moved = super().start_pages(copy_id, transport, peer, pages)
+        if moved is not None:
+            self._watch.on_offer(peer, is_taken=True, is_waiting=False)
+        return moved
 
     def next_deadline(self) -> float | None:
         """When it wants its next turn."""

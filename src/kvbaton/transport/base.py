@@ -37,7 +37,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from mmap import mmap
-from typing import Any, NewType, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, NewType, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -48,6 +48,7 @@ from kvbaton.core.card import Endpoint
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.strips import Plan, Runs, count_bytes
 from kvbaton.errors import ConfigError
+from kvbaton.transport.runs import Pages
 from kvbaton.transport.table import Direction, LateWrites, MemoryKind, library_settings, nearest
 from kvbaton.wire.tls import ClusterTls
 
@@ -60,6 +61,8 @@ __all__ = [
     "Direction",
     "Endpoint",
     "LateWrites",
+    "PagesMoved",
+    "PagingTransport",
     "PeerRank",
     "Plan",
     "Region",
@@ -333,6 +336,24 @@ def fencing_of(transport: Transport) -> FencingTransport | None:
     while isinstance(transport, WrappingTransport):
         transport = transport.inner
     return transport if isinstance(transport, FencingTransport) else None
+
+
+class PagesMoved(NamedTuple):
+    """A batch of pages in flight, and how many runs it has."""
+
+    ticket: Ticket
+    runs: int
+
+
+@runtime_checkable
+class PagingTransport(Protocol):
+    """One that can plan, check and copy a few pages in one call, in the thread that calls it."""
+
+    def move_pages(self, peer: PeerRank, pages: Pages) -> PagesMoved | None:
+        """Read pages from `peer`, as `post` reads their runs; completes as a batch does.
+
+        None, and nothing was moved, where they have to be planned and posted. Raises TransportError as `post` does.
+        """
 
 
 @runtime_checkable

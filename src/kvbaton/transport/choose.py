@@ -27,6 +27,8 @@ from kvbaton.transport.base import (
     Direction,
     Endpoint,
     LateWrites,
+    PagesMoved,
+    PagingTransport,
     PeerRank,
     Region,
     Ticket,
@@ -35,6 +37,7 @@ from kvbaton.transport.base import (
 )
 from kvbaton.transport.neighbour import files_left
 from kvbaton.transport.queued import check_endpoint
+from kvbaton.transport.runs import Pages
 from kvbaton.transport.table import AUTO, TransportEntry, library_settings, load, nearest, transport_entries, transport_entry
 from kvbaton.transport.wakeup import Wakeup
 
@@ -107,6 +110,7 @@ class AutoTransport:
         self._region = region
         self._max_peers = settings.max_peers
         self._inner = dict(inner)
+        self._paging = {name: each for name, each in inner.items() if isinstance(each, PagingTransport)}
         self._left_out = dict(left_out)
         self._lock = threading.Lock()
         self._chosen: dict[PeerRank, TransportChoice] = {}
@@ -187,13 +191,26 @@ class AutoTransport:
             )
         event = _Event(after) if after is not None else None
         inner_ticket = self._inner[choice.name].post(batch, event)
+        return self._number(_PostedInner(choice, inner_ticket, batch.peer, event))
+
+    def move_pages(self, peer: PeerRank, pages: Pages) -> PagesMoved | None:
+        """As `PagingTransport`, where the peer is reached by one that is."""
+        choice = self.choice(peer)
+        if choice is None or (paging := self._paging.get(choice.name)) is None:
+            return None
+        moved = paging.move_pages(peer, pages)
+        return moved and PagesMoved(self._number(_PostedInner(choice, moved.ticket, peer, None)), moved.runs)
+
+    def _number(self, posted: _PostedInner) -> Ticket:
+        """The ticket by which the caller knows what one of them has taken."""
+        own = posted.choice.name, posted.ticket
         with self._lock:
             self._last_ticket += 1
             ticket = Ticket(self._last_ticket)
-            self._tickets[ticket] = _PostedInner(choice, inner_ticket, batch.peer, event)
-            self._own[(choice.name, inner_ticket)] = ticket
+            self._tickets[ticket] = posted
+            self._own[own] = ticket
             # The completion was faster than this thread: `poll` has put it aside, and no inner descriptor announces it again.
-            if (choice.name, inner_ticket) in self._early:
+            if own in self._early:
                 self._has_early.set()
         return ticket
 

@@ -21,6 +21,7 @@ from kvbaton.transport.base import (
     Batch,
     Direction,
     Endpoint,
+    PagesMoved,
     PeerRank,
     Plan,
     Region,
@@ -30,7 +31,7 @@ from kvbaton.transport.base import (
 )
 from kvbaton.transport.neighbour import Neighbour, NeighbourWatch, ProcessMemory, explain_limits, is_there
 from kvbaton.transport.queued import Ledger, QueuedTransport, SliceMover, detail
-from kvbaton.transport.runs import MAX_SLICE_RUNS, CopyCrew, RunCopier, RunCursor, load_loops
+from kvbaton.transport.runs import MAX_SLICE_RUNS, CopyCrew, Pages, RunCopier, RunCursor, load_loops
 from kvbaton.transport.shared_memory import MARK_BYTES, SharedMapping, inode_of, write_mark
 
 __all__ = ["LocalTransport"]
@@ -93,6 +94,12 @@ class _ProcessReach:
         if link.copier is None or isinstance(batch.runs, Plan):  # a plan has too many runs for this
             return 0
         return link.copier.move_few(batch.runs, _AT_ONCE_BYTES)
+
+    def move_pages(self, link: _Process, pages: Pages) -> tuple[int, int]:
+        """The same for pages that are not planned yet; see `Ledger.move_pages`."""
+        if link.copier is None or pages.wire_bytes > _AT_ONCE_BYTES:  # what is too long is not planned for nothing
+            return 0, 0
+        return link.copier.move_pages(pages, _AT_ONCE_BYTES)
 
     def begin(self, link: _Process, batch: Batch, wakeup_fd: int) -> int:
         """Leave a batch of mapped memory to the helpers; see `Starter`."""
@@ -207,6 +214,10 @@ class LocalTransport(QueuedTransport[_Process]):
             if ticket is not None:
                 return ticket
         return super().post(batch, after)
+
+    def move_pages(self, peer: PeerRank, pages: Pages) -> PagesMoved | None:
+        """As `PagingTransport`; only small batches out of mapped memory, while nothing else moves."""
+        return self._ledger.move_pages(peer, pages, self._reach.move_pages)
 
     def _let_readers_in(self) -> None:
         """What `process_vm_readv` needs; readers of shared memory open a descriptor in /proc, which Yama does not forbid."""

@@ -4,6 +4,9 @@
 
 #define MOST_RUNS 512
 
+int64_t plan_pages(const void *piece, const int64_t *sources, const int64_t *targets, int64_t count, int64_t first, int64_t end,
+                   int64_t *out, int64_t most_runs);
+
 int check_runs(const uint64_t *runs, long row, long column, long count, uint64_t source_bytes, uint64_t target_bytes,
                uint64_t *own);
 
@@ -23,4 +26,17 @@ uint64_t move_few(char *target, uint64_t target_bytes, const char *source, uint6
     const uint64_t *sources = own, *targets = own + count, *sizes = own + 2 * count;
     for (long run = 0; run < count; run++) memcpy(target + targets[run], source + sources[run], sizes[run]);
     return most_bytes - left;
+}
+
+/* Plans a few pages as `plan_pages` does, and checks and copies their runs as `move_few` does. Returns how many bytes that were, and
+   how many runs above the 32nd bit; 0, and nothing was copied, where either of them leaves it to others. */
+uint64_t move_pages(char *target, uint64_t target_bytes, const char *source, uint64_t source_bytes, const void *piece,
+                    const int64_t *sources, const int64_t *targets, int64_t count, int64_t first, int64_t end,
+                    uint64_t most_bytes) {
+    int64_t runs[3 * MOST_RUNS];
+    if (most_bytes >> 32) return 0;
+    int64_t run_count = plan_pages(piece, sources, targets, count, first, end, runs, MOST_RUNS);
+    if (!run_count) return 0;
+    uint64_t moved = move_few(target, target_bytes, source, source_bytes, (const uint64_t *)runs, 3, 1, run_count, most_bytes);
+    return moved ? moved | (uint64_t)run_count << 32 : 0;
 }

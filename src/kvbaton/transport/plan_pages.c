@@ -17,8 +17,9 @@ struct page {
 /* Write the runs of `count` pages to `out`, three numbers each: tokens `first` up to `end`, counted from the first page on. Returns
    how many runs. 0, and nothing counts, where there are more than `most_runs`, or where a block is named twice or does not exist:
    that is left to those who can name what is wrong. */
-int64_t plan_pages(const struct piece *piece, const int64_t *sources, const int64_t *targets, int64_t count, int64_t first,
-                   int64_t end, int64_t *out, int64_t most_runs) {
+int64_t plan_pages(const void *table, const int64_t *sources, const int64_t *targets, int64_t count, int64_t first, int64_t end,
+                   int64_t *out, int64_t most_runs) {
+    const struct piece *piece = table;
     struct page pages[MOST_PAGES];
     int64_t runs[MOST_PAGES][3], run_count = 0, size = piece->block_tokens;
     if (count < 1 || count > MOST_PAGES || first < 0 || first >= end || end > count * size) return 0;

@@ -30,6 +30,7 @@ from kvbaton.transport.base import (
     Direction,
     Endpoint,
     LateWrites,
+    PagesMoved,
     PeerRank,
     Region,
     Runs,
@@ -37,7 +38,7 @@ from kvbaton.transport.base import (
     TransportSettings,
 )
 from kvbaton.transport.checks import check_batch
-from kvbaton.transport.runs import MAX_SLICE_RUNS, RunCursor, StripTable, load_loops
+from kvbaton.transport.runs import MAX_SLICE_RUNS, Pages, RunCursor, StripTable, load_loops
 from kvbaton.transport.wakeup import Wakeup
 
 __all__ = [
@@ -142,6 +143,9 @@ class Starter(Protocol[L_contra]):
 
 MoveNow = Callable[[L, Batch], int]
 """Checks and moves a small batch of a link; the bytes, 0 if it moved nothing."""
+
+MovePages = Callable[[L, Pages], tuple[int, int]]
+"""Plans, checks and moves a few pages of a link; the bytes and runs, 0 and 0 if it moved nothing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -255,12 +259,16 @@ class Ledger(Generic[L]):
         with self._lock:
             link = None if self._check is not None else self._free_link(batch.peer)
             moved_bytes = move(link, batch) if link is not None else 0
-            if link is None or not moved_bytes:
+            return None if link is None or not moved_bytes else self._note_moved(batch.peer, link, moved_bytes)
+
+    def move_pages(self, peer: PeerRank, pages: Pages, move: MovePages[L]) -> PagesMoved | None:
+        """The same for a few pages that are planned in the same call."""
+        with self._lock:
+            link = None if self._check is not None else self._free_link(peer)
+            if link is None:
                 return None
-            ticket = self._number(batch.peer)
-            self._moved.append((ticket, link, moved_bytes))
-            self.done.set()
-            return ticket
+            moved_bytes, runs = move(link, pages)
+            return PagesMoved(self._note_moved(peer, link, moved_bytes), runs) if moved_bytes else None
 
     def begin_now(self, batch: Batch) -> Ticket | None:
         """Have the starter move a batch; None where it has to be admitted. Raises TransportError or RangeError.
@@ -386,6 +394,12 @@ class Ledger(Generic[L]):
         self._last_ticket += 1
         ticket = Ticket(self._last_ticket)
         self._peer_of[ticket] = peer
+        return ticket
+
+    def _note_moved(self, peer: PeerRank, link: L, moved_bytes: int) -> Ticket:
+        ticket = self._number(peer)
+        self._moved.append((ticket, link, moved_bytes))
+        self.done.set()
         return ticket
 
     def _confirm_moved(self) -> None:

@@ -23,7 +23,7 @@ import tempfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
@@ -37,6 +37,7 @@ __all__ = [
     "CopyCrew",
     "Loops",
     "MAX_SLICE_RUNS",
+    "Pages",
     "RegionSummer",
     "RunCopier",
     "RunCursor",
@@ -68,6 +69,7 @@ _TRIAL_BYTES = 509
 _FEW_RUNS = 4
 _QUICK_BYTES, _ANY_BYTES = 256 << 10, 2**63 - 1
 _FIRST_BYTE = ctypes.c_char * 1
+_BYTES_OF_MOVED = (1 << 32) - 1
 _FEW_TAKEN = 8 * MAX_SLICE_RUNS
 """Up to so many runs are unrolled with the interpreter's lock: it takes some ten microseconds."""
 
@@ -84,6 +86,20 @@ class _RunPlace(ctypes.Array[ctypes.c_uint64]):
 
     _length_ = 6
     _type_ = ctypes.c_uint64
+
+
+class Pages(NamedTuple):
+    """A few pages of a pair of ranks, from which a loop in C makes the runs; `PagePlanner` makes them."""
+
+    table: ctypes.Array[ctypes.c_int64]
+    """`struct piece` of plan_pages.c, with its slots behind it."""
+    sources: Sequence[int]
+    """The blocks at the source, of these tokens alone."""
+    targets: Sequence[int]
+    first: int
+    """The first token that is moved, counted from the first of these blocks on."""
+    end: int
+    wire_bytes: int
 
 
 class Loops:
@@ -124,6 +140,9 @@ class Loops:
         wide = ctypes.c_int64
         self._plan_pages.argtypes = [pointer, pointer, pointer, wide, wide, wide, pointer, wide]
         self._plan_pages.restype = wide
+        self._move_pages = holding.move_pages
+        self._move_pages.argtypes = [pointer, size, pointer, size, pointer, pointer, pointer, wide, wide, wide, size]
+        self._move_pages.restype = size
         self._sum_pieces, self._sum_few = code.sum_pieces, holding.sum_pieces
         word, signed = ctypes.c_uint32, ctypes.c_int64
         for each in (self._sum_pieces, self._sum_few):
@@ -187,27 +206,26 @@ class Loops:
             return 0
         return int(self._move_few(starts[0], sizes[0], starts[1], sizes[1], *listed, most_bytes))
 
-    def plan_pages(
-        self,
-        piece: ctypes.Array[ctypes.c_int64],
-        sources: Sequence[int],
-        targets: Sequence[int],
-        first: int,
-        end: int,
-        most: int,
-    ) -> Runs | None:
-        """The runs of tokens `first` up to `end` of these pages, at most so many; see `PagePlanner`.
+    def move_pages(self, starts: tuple[int, int], sizes: tuple[int, int], pages: Pages, most_bytes: int) -> tuple[int, int]:
+        """Plan a few pages as `plan_pages` does, and move their runs as `move_few` does; how many bytes and runs that were.
 
-        None where they are more, or where anything is wrong with the blocks.
+        0 and 0, and nothing was copied, where one of the two leaves it to others.
         """
-        try:
-            # As arrays of ctypes they would take four times as long to fill.
-            listed = array.array("q", sources), array.array("q", targets)
-        except OverflowError:
+        if (listed := _blocks_of(pages)) is None:
+            return 0, 0
+        places = (listed[0].buffer_info()[0], listed[1].buffer_info()[0], len(pages.sources))
+        regions = (starts[0], sizes[0], starts[1], sizes[1])
+        moved = self._move_pages(*regions, pages.table, *places, pages.first, pages.end, most_bytes)
+        return moved & _BYTES_OF_MOVED, moved >> 32
+
+    def plan_pages(self, pages: Pages, most: int) -> Runs | None:
+        """The runs of a few pages, at most so many. None where they are more, or where anything is wrong with the blocks."""
+        if (listed := _blocks_of(pages)) is None:
             return None
         out = np.empty((most, 3), np.uint64)
-        places = (listed[0].buffer_info()[0], listed[1].buffer_info()[0], len(sources))
-        count = self._plan_pages(piece, *places, first, end, _FIRST_BYTE.from_buffer(out.data), most)
+        places = (listed[0].buffer_info()[0], listed[1].buffer_info()[0], len(pages.sources))
+        first_byte = _FIRST_BYTE.from_buffer(out.data)
+        count = self._plan_pages(pages.table, *places, pages.first, pages.end, first_byte, most)
         return out[:count] if count else None
 
     def sums(self, start: int, region_bytes: int, pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
@@ -314,6 +332,15 @@ class CopyCrew:
         crew, self._crew = self._crew, None
         if crew:
             self.loops.close_crew(crew)
+
+
+def _blocks_of(pages: Pages) -> tuple[array.array[int], array.array[int]] | None:
+    """The blocks of pages, at the source and at the target, as loops in C read them; None where a number is too large."""
+    try:
+        # As arrays of ctypes they would take four times as long to fill.
+        return array.array("q", pages.sources), array.array("q", pages.targets)
+    except OverflowError:
+        return None
 
 
 def _listed(runs: Runs) -> tuple[ctypes.Array[ctypes.c_char] | int, int, int, int] | None:
@@ -645,6 +672,12 @@ class RunCopier:
         if self._crew is None:
             return 0
         return self._crew.loops.move_few(self._starts, (self._target.nbytes, self._source.nbytes), runs, most_bytes)
+
+    def move_pages(self, pages: Pages, most_bytes: int) -> tuple[int, int]:
+        """Plan, check and copy a few pages in one call, as `move_few` does with runs; the bytes and runs, or 0 and 0."""
+        if self._crew is None:
+            return 0, 0
+        return self._crew.loops.move_pages(self._starts, (self._target.nbytes, self._source.nbytes), pages, most_bytes)
 
     def begin(self, runs: Runs | Plan, most_bytes: int, most_runs: int, wakeup_fd: int) -> int:
         """Check runs and leave them to the crew's helpers; `wakeup_fd` gets a byte at the end.

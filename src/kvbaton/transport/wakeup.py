@@ -38,6 +38,9 @@ class Wakeup:
 
     def set(self) -> None:
         """Make the descriptor readable."""
+        # Without the lock: a `clear` that is under way may undo it, but its caller looks for the reason next, which is there.
+        if self._is_set:
+            return
         with self._lock:
             # One byte at most: a pipe that is written for every completion would fill up, and block the mover.
             if not self._is_set and self._write_fd >= 0:
@@ -46,7 +49,7 @@ class Wakeup:
                 os.write(self._write_fd, b"\0")
 
     def clear(self) -> None:
-        """Make the descriptor unreadable again."""
+        """Make the descriptor unreadable again. Look for reasons afterwards: a `set` while this runs may have no effect."""
         if not self._is_set:
             return
         with self._lock:

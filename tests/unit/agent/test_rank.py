@@ -37,7 +37,9 @@ from kvbaton.agent.rank_orders import (
 from kvbaton.core import plan
 from kvbaton.core.card import Card, Endpoint, RankCard
 from kvbaton.core.handoff import BlockLists, Executor, Incarnation, Span
+from kvbaton.core.layout import HeadRange, Layout
 from kvbaton.core.strips import Plan, Runs, unroll
+from kvbaton.core.tensors import dense_tensor, split_layers, tensor_group
 from kvbaton.errors import QueueFull, TransportError
 from kvbaton.transport.base import (
     BATCH_BYTES,
@@ -47,6 +49,7 @@ from kvbaton.transport.base import (
     Completion,
     Direction,
     LateWrites,
+    PagesMoved,
     PeerRank,
     Region,
     Ticket,
@@ -54,7 +57,7 @@ from kvbaton.transport.base import (
 )
 from kvbaton.transport.faulty import Faults, FaultyTransport
 from kvbaton.transport.memory import MemoryHub, MemoryTransport
-from kvbaton.transport.runs import Loops, load_loops
+from kvbaton.transport.runs import Loops, Pages, load_loops
 from watching import wait_until
 
 LAYERS, BLOCKS = 2, 16
@@ -67,6 +70,9 @@ PEER = Incarnation("source")
 START = OpenCopy(copy=COPY, peer=PEER, executor=Executor.TARGET_READS, epoch=1, target_blocks=TARGET_BLOCKS, cached_tokens=0)
 WHOLE = Span(0, 0, 4, 0, LAYERS)
 
+LOOPS = load_loops()
+needs_compiler = pytest.mark.skipif(LOOPS is None, reason="needs a C compiler")
+
 ReportT = TypeVar("ReportT", bound=RankReport)
 
 
@@ -75,17 +81,29 @@ def card_with(name: str, *endpoints: Endpoint) -> Card:
     return msgspec.structs.replace(card_of(name), ranks=(RankCard(0, LAYOUT, endpoints),))
 
 
+class PagingFaulty(FaultyTransport):
+    """It plans a few pages in the call that reads them, and fails on command all the same."""
+
+    loops: Loops
+
+    def move_pages(self, peer: PeerRank, pages: Pages) -> PagesMoved | None:
+        runs = self.loops.plan_pages(pages, 512)
+        return None if runs is None else PagesMoved(self.post(Batch(peer, Direction.READ, runs)), len(runs))
+
+
 class Rig:
     """A target rank with poisoned memory that can reach a source rank with known content."""
 
-    def __init__(self, loops: Loops | None = None) -> None:
+    def __init__(self, loops: Loops | None = None, *, moves_pages: bool = False) -> None:
         hub = MemoryHub()
         self.source_memory = np.arange(1, LAYERS * BLOCKS + 1, dtype=np.uint8)
         self.memory = np.full(LAYERS * BLOCKS, POISON, np.uint8)
         self.source = MemoryTransport(Region.of(self.source_memory), hub, TransportSettings(incarnation=PEER))
         region = Region.of(self.memory)
         inner = MemoryTransport(region, hub, TransportSettings(incarnation=Incarnation("target")))
-        self.transport = FaultyTransport(inner, region, Faults())
+        self.transport = (PagingFaulty if moves_pages else FaultyTransport)(inner, region, Faults())
+        if isinstance(self.transport, PagingFaulty) and loops is not None:
+            self.transport.loops = loops
         self.reports: list[RankReport] = []
         report = self.reports.append
         self.agent = RankAgent(0, LAYOUT, self.transport, report, clock=time.monotonic, transfer_timeout=30.0, loops=loops)
@@ -124,13 +142,14 @@ class Rig:
         return memory
 
 
-@pytest.fixture(params=["loop", "runs", "plans"])
+@pytest.fixture(params=["loop", "runs", "plans", "pages"])
 def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    """Three rigs: with the loop in C that plans a few pages, where there is a compiler; without it; and one whose few runs are
-    posted in short form, as many are."""
+    """Four rigs: with the loop in C that plans a few pages, where there is a compiler; without it; one whose few runs are
+    posted in short form, as many are; and one whose transport plans a few pages itself."""
     if request.param == "plans":
         monkeypatch.setattr(plan, "_FEW_RUNS", 0)
-    rig = Rig(load_loops() if request.param == "loop" else None)
+    loops = load_loops() if request.param in ("loop", "pages") else None
+    rig = Rig(loops, moves_pages=request.param == "pages" and loops is not None)
     yield rig
     rig.close()
 
@@ -325,13 +344,48 @@ class Full(Scripted):
         return super().post(batch, after)
 
 
+class Paging(Full):
+    """The same with room for many, and it plans a few pages itself, unless it is to leave them alone or to refuse them."""
+
+    batch_bytes = BATCH_BYTES
+    room = 1000
+
+    def __init__(self, late_writes: LateWrites, directions: set[Direction]) -> None:
+        super().__init__(late_writes, directions)
+        self.asked: list[PeerRank] = []
+        self.leaves_alone = False
+        self.refusal = ""
+
+    def move_pages(self, peer: PeerRank, pages: Pages) -> PagesMoved | None:
+        assert LOOPS is not None
+        self.asked.append(peer)
+        if self.refusal:
+            raise TransportError(self.refusal)
+        runs = None if self.leaves_alone else LOOPS.plan_pages(pages, 512)
+        return None if runs is None else PagesMoved(super().post(Batch(peer, Direction.READ, runs)), len(runs))
+
+    def post(self, batch: Batch, after: AfterEvent | None = None) -> Ticket:
+        if self.refusal:
+            raise TransportError(f"{self.refusal}, by name")
+        return super().post(batch, after)
+
+
 def scripted(
-    transport: Scripted, *, unfenced_writes: bool = False, clock: Clock | None = None
+    transport: Scripted, *, unfenced_writes: bool = False, clock: Clock | None = None, loops: Loops | None = None
 ) -> tuple[RankAgent, list[RankReport]]:
     """An agent over a scripted transport, connected to one peer."""
     reports: list[RankReport] = []
     clock = clock or Clock()
-    agent = RankAgent(0, LAYOUT, transport, reports.append, clock=clock, transfer_timeout=30.0, unfenced_writes=unfenced_writes)
+    agent = RankAgent(
+        0,
+        LAYOUT,
+        transport,
+        reports.append,
+        clock=clock,
+        transfer_timeout=30.0,
+        unfenced_writes=unfenced_writes,
+        loops=loops,
+    )
     agent.handle(Connect(card_with("source", transport.endpoint())))
     return agent, reports
 
@@ -569,7 +623,7 @@ def test_a_mistake_in_planning_fails_the_copy_at_once(rig: Rig, monkeypatch: pyt
         raise ZeroDivisionError("a mistake")
 
     monkeypatch.setattr("kvbaton.agent.rank.plan_layers", broken)
-    monkeypatch.setattr("kvbaton.agent.rank.PagePlanner.plan", broken)
+    monkeypatch.setattr("kvbaton.agent.rank.PagePlanner.pages", broken)
     rig.agent.handle(START)
     with pytest.raises(ZeroDivisionError):
         rig.agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (WHOLE,)))
@@ -632,3 +686,124 @@ def test_a_copy_that_failed_is_reported_with_its_first_error_whatever_becomes_of
     transport.finish(second, moved=0, error="cancelled")
     agent.poll()
     assert reports[1:] == [CopyFailed(COPY, 0, "the cable is cut")]
+
+
+def _moved(transport: Scripted, *, loops: Loops | None) -> tuple[list[list[tuple[int, ...]]], list[RankReport], int]:
+    """What is posted for a whole span, reported when it is in, and counted."""
+    agent, reports = scripted(transport, loops=loops)
+    agent.handle(msgspec.structs.replace(START, cached_tokens=1))
+    agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (WHOLE,)))
+    posted = [_rows(batch.runs) for batch in transport.posted.values()]
+    for ticket in list(transport.posted):
+        transport.finish(ticket)
+    agent.poll()
+    return posted, reports, agent.runs_total
+
+
+@needs_compiler
+@pytest.mark.parametrize("way", ["moves", "leaves alone"])
+def test_pages_that_the_transport_plans_are_moved_reported_and_counted_as_any_others(way: str) -> None:
+    ordinary = _moved(Scripted(LateWrites.IMPOSSIBLE, {Direction.READ}), loops=None)
+    transport = Paging(LateWrites.IMPOSSIBLE, {Direction.READ})
+    transport.leaves_alone = way == "leaves alone"
+    assert _moved(transport, loops=LOOPS) == ordinary
+    assert ordinary[1:] == ([SpansMoved(COPY, 0, (0,), 6, 6)], 6)
+    assert transport.asked == [PeerRank(PEER)]
+
+
+@needs_compiler
+def test_what_refuses_pages_is_named_where_they_are_posted() -> None:
+    transport = Paging(LateWrites.IMPOSSIBLE, {Direction.READ})
+    agent, reports = scripted(transport, loops=LOOPS)
+    agent.handle(START)
+    transport.refusal = "the peer was revoked"
+    agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (WHOLE,)))
+    assert reports == [CopyFailed(COPY, 0, "the peer was revoked, by name")]
+    assert (transport.asked, agent.runs_total) == ([PeerRank(PEER)], 0)
+
+
+@needs_compiler
+def test_a_refusal_that_is_over_when_the_runs_are_posted_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = Paging(LateWrites.IMPOSSIBLE, {Direction.READ})
+
+    def refuse(peer: PeerRank, pages: Pages) -> PagesMoved | None:
+        del pages
+        raise TransportError(f"{peer} is not connected")
+
+    monkeypatch.setattr(transport, "move_pages", refuse)
+    assert _moved(transport, loops=LOOPS) == _moved(Scripted(LateWrites.IMPOSSIBLE, {Direction.READ}), loops=None)
+
+
+@needs_compiler
+def test_pages_are_not_believed_to_have_moved_when_bytes_are_missing() -> None:
+    transport = Paging(LateWrites.IMPOSSIBLE, {Direction.READ})
+    agent, reports = scripted(transport, loops=LOOPS)
+    agent.handle(START)
+    agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (WHOLE,)))
+    transport.finish(Ticket(1), moved=7)
+    agent.poll()
+    assert reports == [CopyFailed(COPY, 0, "7 of 8 bytes of span 0 were moved without an error")]
+    assert transport.asked
+
+
+@needs_compiler
+def test_a_transport_that_plans_pages_is_not_asked_for_writes() -> None:
+    transport = Paging(LateWrites.REVOCABLE, BOTH)
+    agent, _ = scripted(transport, loops=LOOPS)
+    agent.handle(msgspec.structs.replace(START, executor=Executor.SOURCE_WRITES))
+    agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (WHOLE,)))
+    assert [batch.direction for batch in transport.posted.values()] == [Direction.WRITE]
+    assert transport.asked == []
+
+
+@needs_compiler
+def test_pages_do_not_overtake_batches_that_wait_for_room() -> None:
+    transport = Paging(LateWrites.IMPOSSIBLE, {Direction.READ})
+    agent, reports = scripted(transport, loops=LOOPS)
+    agent.handle(START)
+    transport.leaves_alone, transport.room = True, 0
+    agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (Span(0, 0, 2, 0, LAYERS),)))
+    assert (len(transport.asked), len(transport.posted)) == (1, 0)
+    transport.leaves_alone, transport.room = False, 2
+    agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (Span(1, 2, 4, 0, LAYERS),)))
+    assert (len(transport.asked), len(transport.posted)) == (1, 0), "it waits behind the first"
+    agent.handle(Disconnect(Incarnation("another")))  # what waits is offered again
+    for ticket in list(transport.posted):
+        transport.finish(ticket)
+    agent.poll()
+    assert reports == [SpansMoved(COPY, 0, (number,), 4, 4) for number in (0, 1)]
+    assert len(transport.asked) == 1
+
+
+def _stage(layer: int) -> Layout:
+    """One layer of LAYOUT."""
+    tensors = split_layers(dense_tensor((1, BLOCKS, 1, 1, 1), "uint8", 1))
+    axes, heads = ("block", "token", "head", "channel"), (HeadRange(0, 1),)
+    group = tensor_group("full", range(layer, layer + 1), tensors, axes, heads=heads, total_heads=1, planes=("kv",))
+    return Layout(BLOCKS, (group,))
+
+
+@needs_compiler
+def test_pages_of_several_ranks_are_planned_here() -> None:
+    transport = Paging(LateWrites.IMPOSSIBLE, {Direction.READ})
+    agent, _ = scripted(transport, loops=LOOPS)
+    stages = tuple(RankCard(number, _stage(number), (transport.endpoint(),)) for number in range(LAYERS))
+    agent.handle(Connect(msgspec.structs.replace(card_of("source"), shape="pp2", ranks=stages)))
+    agent.handle(START)
+    agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (WHOLE,)))
+    assert {batch.peer for batch in transport.posted.values()} == {PeerRank(PEER, number) for number in range(LAYERS)}
+    assert transport.asked == []
+
+
+@needs_compiler
+def test_pages_that_complete_after_a_stop_are_not_reported_as_moved() -> None:
+    transport = Paging(LateWrites.IMPOSSIBLE, {Direction.READ})
+    agent, reports = scripted(transport, loops=LOOPS)
+    agent.handle(START)
+    agent.handle(MoveSpans(COPY, SOURCE_BLOCKS, (WHOLE,)))
+    agent.handle(StopCopy(COPY))
+    assert (transport.cancelled, reports) == ([Ticket(1)], [])
+    transport.finish(Ticket(1))
+    agent.poll()
+    assert reports == [CopyStopped(COPY, 0)]
+    assert transport.asked

@@ -21,6 +21,20 @@ def test_it_holds_the_entries_that_were_set_last(limit: int, entries: list[tuple
     assert list(bounded.items()) == list(model.items())[-limit:]
 
 
+@given(st.integers(1, 5), st.lists(st.integers(0, 9)))
+def test_a_key_that_is_there_becomes_the_newest_and_only_a_new_one_makes_the_oldest_leave(limit: int, keys: list[int]) -> None:
+    evicted: list[tuple[int, int]] = []
+    bounded: BoundedMap[int, int] = BoundedMap(limit, lambda key, value: evicted.append((key, value)))
+    for number, key in enumerate(keys):
+        before, gone = list(bounded.items()), len(evicted)
+        bounded[key] = number
+        others = [entry for entry in before if entry[0] != key]
+        leaves = others[:1] if len(others) == len(before) == limit else []
+        assert list(bounded.items()) == [*others[len(leaves) :], (key, number)]
+        assert evicted[gone:] == leaves
+        assert len(bounded) <= limit
+
+
 def test_what_has_to_make_room_is_handed_out_and_what_is_deleted_is_not() -> None:
     evicted: list[tuple[str, int]] = []
     bounded: BoundedMap[str, int] = BoundedMap(2, lambda key, value: evicted.append((key, value)))

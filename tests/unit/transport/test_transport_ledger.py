@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 from collections.abc import Iterator
@@ -14,11 +15,12 @@ from kvbaton.core.strips import count_runs
 from kvbaton.errors import Bug, PeerLost, RangeError, TransportError
 from kvbaton.transport.base import Batch, Direction, Endpoint, PeerRank, Region, Runs, TransportSettings
 from kvbaton.transport.queued import CancelJob, Ledger, PostJob, RevokeLink
-from kvbaton.transport.runs import StripTable
+from kvbaton.transport.runs import Pages, StripTable
 from kvbaton.transport.wakeup import Wakeup
 
 PEER = PeerRank(Incarnation("p"))
 BATCH = Batch(PEER, Direction.READ, np.array([[0, 0, 5]], np.uint64))
+PAGES = Pages((ctypes.c_int64 * 9)(5, 5, 5, 1, 2, 2, 1, 0, 0), (0,), (0,), 0, 1, 5)
 
 
 def is_set(wakeup: Wakeup) -> bool:
@@ -171,6 +173,41 @@ def test_a_transport_with_checks_of_its_own_keeps_them() -> None:
     books: Ledger[str] = Ledger(Region.of(bytearray(10)), TransportSettings(), lambda _, runs: runs)
     books.add_peer(PEER, Endpoint("test", 10, {}), "link")
     assert books.move_now(BATCH, lambda *_: 5) is None
+    books.close()
+
+
+def test_pages_that_the_caller_moves_overtake_nothing_and_complete_like_any_batch(ledger: Ledger[str]) -> None:
+    moved: list[tuple[str, Pages]] = []
+
+    def move(link: str, pages: Pages) -> tuple[int, int]:
+        moved.append((link, pages))
+        return 5, 3
+
+    ledger.admit(BATCH, None)
+    assert ledger.move_pages(PEER, PAGES, move) is None
+    (command,) = ledger.take_commands()
+    assert isinstance(command, PostJob)
+    assert ledger.move_pages(PEER, PAGES, move) is None
+    ledger.finish(command.job)
+    assert moved == []
+    answer = ledger.move_pages(PEER, PAGES, move)
+    assert answer is not None
+    assert (moved, answer.runs) == ([("link", PAGES)], 3)
+    assert ledger.move_pages(PEER, PAGES, move) is None, "two wait to be handed out, which is the limit"
+    assert [(each.ticket, each.moved_bytes) for each in ledger.take_completions()] == [
+        (command.job.ticket, 0),
+        (answer.ticket, 5),
+    ]
+    assert ledger.take_completions() == []
+    assert not is_set(ledger.done)
+
+
+def test_pages_are_left_alone_where_nothing_moves_them_or_runs_have_checks_of_their_own(ledger: Ledger[str]) -> None:
+    assert ledger.move_pages(PEER, PAGES, lambda *_: (0, 0)) is None
+    assert ledger.take_completions() == []
+    books: Ledger[str] = Ledger(Region.of(bytearray(10)), TransportSettings(), lambda _, runs: runs)
+    books.add_peer(PEER, Endpoint("test", 10, {}), "link")
+    assert books.move_pages(PEER, PAGES, lambda *_: (5, 1)) is None
     books.close()
 
 

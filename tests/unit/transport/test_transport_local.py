@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import select
@@ -16,11 +17,22 @@ import pytest
 from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import PeerLost, RangeError, TransportError
 from kvbaton.transport import neighbour
-from kvbaton.transport.base import Batch, Completion, Direction, Endpoint, PeerRank, Region, TransportSettings
+from kvbaton.transport.base import (
+    Batch,
+    Completion,
+    Direction,
+    Endpoint,
+    PagingTransport,
+    PeerRank,
+    Region,
+    TransportSettings,
+)
+from kvbaton.transport.choose import AutoTransport
+from kvbaton.transport.faulty import Faults, FaultyTransport
 from kvbaton.transport.local import LocalTransport
 from kvbaton.transport.neighbour import Neighbour, NeighbourWatch, ProcessMemory, host_id, start_ticks
 from kvbaton.transport.queued import Ledger
-from kvbaton.transport.runs import load_loops
+from kvbaton.transport.runs import Pages, load_loops
 from kvbaton.transport.shared_memory import SharedMemory
 
 PEER = PeerRank(Incarnation("p"))
@@ -208,3 +220,138 @@ def test_a_batch_of_megabytes_is_refused_by_name(pair: Pair) -> None:
         with pytest.raises(RangeError):
             reader.post(Batch(PEER, Direction.READ, np.array(rows, np.uint64)))
     assert reader.poll() == []
+
+
+needs_compiler = pytest.mark.skipif(load_loops() is None, reason="needs a C compiler")
+
+BLOCK = 16 << 10
+
+
+def pages_of(sources: tuple[int, ...], targets: tuple[int, ...]) -> Pages:
+    """Whole blocks of one layer, of 16 tokens each; those of the target are twice as far apart."""
+    tokens = 16
+    table = (ctypes.c_int64 * 9)(BLOCK, 2 * BLOCK, BLOCK // tokens, tokens, BYTES // BLOCK, BYTES // BLOCK // 2, 1, 0, 0)
+    return Pages(table, sources, targets, 0, len(sources) * tokens, len(sources) * BLOCK)
+
+
+FEW_PAGES = pages_of((7, 2, 5), (4, 1, 9))
+
+
+def refused_or_left(reader: LocalTransport) -> str:
+    """Why pages were not moved; empty where they are left to `post`."""
+    try:
+        moved = reader.move_pages(PEER, FEW_PAGES)
+    except TransportError as error:
+        return str(error)
+    assert moved is None
+    return ""
+
+
+@needs_compiler
+def test_pages_are_moved_by_the_caller_and_complete_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, _, target, reader = pair
+    monkeypatch.setattr(Ledger, "admit", None)
+    wanted = bytearray(target.region.view)
+    for of, at in zip(FEW_PAGES.sources, FEW_PAGES.targets, strict=True):
+        wanted[2 * at * BLOCK : (2 * at + 1) * BLOCK] = source.region.view[of * BLOCK : (of + 1) * BLOCK]
+    moved = reader.move_pages(PEER, FEW_PAGES)
+    assert moved is not None
+    assert target.region.view == wanted
+    completion = completed(reader)
+    assert (completion.ticket, completion.moved_bytes, completion.error) == (moved.ticket, 3 * BLOCK, "")
+    assert moved.runs == 3
+    assert reader.poll() == []
+    assert not select.select([reader.wakeup_fd], [], [], 0)[0]
+
+
+@needs_compiler
+def test_pages_are_moved_by_the_transport_that_was_chosen(pair: Pair) -> None:
+    source, owner, target, reader = pair
+    chooser = AutoTransport(target.region, TransportSettings(), {"local": reader}, {})
+    assert chooser.move_pages(PEER, FEW_PAGES) is None
+    offered: dict[str, str | int] = {"local": msgspec.json.encode(owner.endpoint()).decode()}
+    chooser.connect(PEER, Endpoint("auto", source.region.region_bytes, offered))
+    inner = reader.move_pages(PEER, FEW_PAGES)
+    moved = [chooser.move_pages(PEER, FEW_PAGES) for _ in range(2)]
+    assert inner is not None
+    assert [each and each.runs for each in moved] == [3, 3]
+    found = chooser.poll()
+    assert [each.ticket for each in found] == [each and each.ticket for each in moved]
+    assert {(each.moved_bytes, each.error) for each in found} == {(3 * BLOCK, "")}
+    owner.close()
+    assert chooser.move_pages(PEER, FEW_PAGES) is not None
+    assert "withdrawn" in chooser.poll()[0].error
+    chooser.revoke(PEER)
+    assert chooser.move_pages(PEER, FEW_PAGES) is None
+
+
+@needs_compiler
+def test_pages_are_left_alone_while_something_else_is_in_flight(pair: Pair) -> None:
+    _, _, target, reader = pair
+    ticket = reader.post(PAGES, lambda: False)
+    assert refused_or_left(reader) == ""
+    reader.cancel(ticket)
+    assert completed(reader).ticket == ticket
+    assert not any(target.region.view)
+    assert reader.move_pages(PEER, FEW_PAGES) is not None
+
+
+@needs_compiler
+def test_pages_of_more_than_is_copied_at_once_are_left_alone(pair: Pair) -> None:
+    _, _, target, reader = pair
+    most, more = (pages_of(tuple(range(count)), tuple(range(count))) for count in (16, 17))
+    for pages in (more, more._replace(wire_bytes=BLOCK)):
+        assert reader.move_pages(PEER, pages) is None
+    assert not any(target.region.view)
+    assert reader.move_pages(PEER, most) is not None
+
+
+def test_pages_of_memory_that_is_not_shared_are_left_alone() -> None:
+    target = Region.of(bytearray(BYTES))
+    owner, reader = (LocalTransport(region, TransportSettings()) for region in (Region.of(bytearray(BYTES)), target))
+    reader.connect(PEER, owner.endpoint())
+    assert refused_or_left(reader) == ""
+    reader.close()
+    owner.close()
+
+
+@needs_compiler
+def test_pages_of_a_peer_that_was_revoked_or_after_the_end_are_not_moved(pair: Pair) -> None:
+    _, owner, target, reader = pair
+    reader.revoke(PEER)
+    assert "not connected" in refused_or_left(reader) or not refused_or_left(reader), "the mover may have yet to release it"
+    with pytest.raises(TransportError, match="not connected"):
+        reader.post(Batch(PEER, Direction.READ, np.array([[0, 0, 8]], np.uint64)))
+    assert not any(target.region.view)
+    reader.connect(PEER, owner.endpoint())
+    reader.close()
+    assert "the transport is closed" in refused_or_left(reader)
+    assert not any(target.region.view)
+
+
+@needs_compiler
+def test_pages_of_a_source_that_has_withdrawn_do_not_count(pair: Pair) -> None:
+    _, owner, _, reader = pair
+    owner.close()
+    moved = reader.move_pages(PEER, FEW_PAGES)
+    assert moved is not None
+    completion = completed(reader)
+    assert completion.ticket == moved.ticket
+    assert "withdrawn" in completion.error
+    assert reader.poll() == []
+
+
+@needs_compiler
+def test_pages_that_were_moved_before_a_revoke_complete_once(pair: Pair) -> None:
+    reader = pair[3]
+    moved = reader.move_pages(PEER, FEW_PAGES)
+    assert moved is not None
+    reader.revoke(PEER)
+    assert [(each.ticket, each.error) for each in reader.poll()] == [(moved.ticket, "")]
+    assert reader.poll() == []
+
+
+def test_a_wrapper_that_changes_batches_is_not_passed_by(pair: Pair) -> None:
+    _, _, target, reader = pair
+    assert isinstance(reader, PagingTransport)
+    assert not isinstance(FaultyTransport(reader, target.region, Faults()), PagingTransport)
