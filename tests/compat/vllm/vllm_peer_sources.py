@@ -12,6 +12,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 from kvbaton.engines.vllm.setup.environment import VllmEnvironment
 from kvbaton.errors import LocalError
@@ -127,5 +128,13 @@ def _unpack(archive: Path, directory: Path, prefix: str) -> None:
         for member in content:
             _, _, inner = member.name.partition("/")
             if member.isfile() and inner.startswith(prefix):
-                member.name = inner
-                content.extract(member, directory, filter="data")
+                _write(content.extractfile(member), directory / inner, within=directory)
+
+
+def _write(content: IO[bytes] | None, path: Path, *, within: Path) -> None:
+    """By hand: the filters of `tarfile` are younger than some Python 3.11, and an archive may name any path."""
+    if content is None or not path.resolve().is_relative_to(within.resolve()):
+        raise LocalError(f"the archive has a file that would not be in {within}: {path}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        shutil.copyfileobj(content, file)

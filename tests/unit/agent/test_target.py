@@ -1138,6 +1138,25 @@ def test_announcements_of_a_source_that_is_read_put_no_end_off(rig: Rig) -> None
     assert rig.side.live[KEY].capped_at == capped_at
 
 
+def test_a_second_generation_in_more_spans_is_no_further_than_the_first_one_was(rig: Rig) -> None:
+    """The first one was complete and waited for its confirmation; the next one is not, in however many spans it comes."""
+    rig.grant()
+    whole = Span(0, 0, TOKENS, 0, 1)
+    rig.side.on_announced(S1, Announced(KEY, 1, 1, SOURCE_BLOCKS, (whole,)))
+    rig.finish_prefill(count=1)
+    rig.ranks.finish_all()
+    assert rig.state() is TargetState.CONFIRMING
+    capped_at = rig.side.live[KEY].capped_at
+    rig.clock.now += 1
+    rig.side.on_retracted(S1, Retracted(KEY, 1, 2))
+    rig.ranks.quiet_all()
+    rig.announce(0, 1, 2, generation=2)
+    rig.ranks.finish_all()
+    assert rig.state() is TargetState.FILLING
+    assert sum(map(len, rig.side.live[KEY].moved.values())) == 3 * RANKS
+    assert rig.side.live[KEY].capped_at == capped_at
+
+
 @pytest.mark.parametrize("missing", ["the aux record", "a span", "the count"])
 def test_what_is_missing_of_a_finished_prefill_is_asked_for(rig: Rig, missing: str) -> None:
     rig.grant()
