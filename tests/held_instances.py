@@ -36,7 +36,7 @@ from kvbaton.bench.bare.pages import SMALL, TaggedPages
 from kvbaton.bench.bare.process import BareProcess
 from kvbaton.config import Limits, Trust
 from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation
-from kvbaton.core.messages import Message
+from kvbaton.core.messages import Message, Prefilled
 from kvbaton.engines.instance import AgentSettings, open_driver
 from kvbaton.launch.ports import PortPicker
 from kvbaton.transport.base import AfterEvent, Batch, Region, Ticket, Transport
@@ -150,9 +150,13 @@ class MutedSockets(ControlSockets):
         key = getattr(message, "key", None)
         if self._muted and key is not None:
             task = task_of(key)
-            if message.__struct_config__.tag in self._muted.get(task, ()):
+            kinds = self._muted.get(task, ())
+            if message.__struct_config__.tag in kinds:
                 self.swallowed[task].add(key)
                 return
+            if isinstance(message, Prefilled) and "confirmed" in kinds:
+                # With its stamp, nothing would be asked, and no answer be there to be swallowed.
+                message = msgspec.structs.replace(message, stamp=None)
         super().send(peer, message)
 
 

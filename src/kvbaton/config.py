@@ -23,7 +23,7 @@ import msgspec
 
 from kvbaton.core.addresses import is_host
 from kvbaton.core.auth import MIN_KEY_BYTES, ClusterKey, keys_of
-from kvbaton.core.handoff import AuxChannel, Integrity, Mode
+from kvbaton.core.handoff import AuxChannel, Confirmation, Integrity, Mode
 from kvbaton.errors import ConfigError
 
 __all__ = [
@@ -159,6 +159,9 @@ class HandoffSettings:
     fenced_writes
         the same over `tcp`, where the decode instance's own process stores what comes, and refuses it once it has taken the
         right back. A hand-over then needs no round trip after the last layer. Both instances need the same value.
+    confirmation
+        how a decode instance that has read a cache learns that it had not changed meanwhile. `stamp`: where both instances are
+        on one host it looks into memory of the prefill instance, and asks elsewhere; `message`: it asks always.
     """
 
     mode: Mode = Mode.PUSH
@@ -167,6 +170,7 @@ class HandoffSettings:
     on_failure: OnFailure = OnFailure.FAIL
     unfenced_writes: bool = False
     fenced_writes: bool = False
+    confirmation: Confirmation = Confirmation.STAMP
 
 
 DEFAULT_HANDOFF = HandoffSettings()

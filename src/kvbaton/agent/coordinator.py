@@ -11,9 +11,11 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, assert_never
 
+from msgspec import structs
+
 from kvbaton.agent.card_requests import is_answer_after
 from kvbaton.agent.engine_port import Allocation, Offer, SourceRequest
-from kvbaton.agent.ports import Clock, Control, EnginePort, Ranks
+from kvbaton.agent.ports import NO_STAMPS, Clock, Control, EnginePort, Ranks, Stamps
 from kvbaton.agent.rank_orders import (
     Arrived,
     AuxRead,
@@ -35,7 +37,7 @@ from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.card import Card, check_compatible
 from kvbaton.core.checks import size_worth_summing
-from kvbaton.core.handoff import BlockLists, HandoffKey, Incarnation, Span
+from kvbaton.core.handoff import BlockLists, Confirmation, HandoffKey, Incarnation, Span
 from kvbaton.core.messages import (
     Announced,
     AuxSent,
@@ -83,6 +85,8 @@ class Peers:
         self._limit = limit
         # Not a BoundedMap: the card of a peer with live hand-offs must not be evicted, see `make_room`.
         self._cards: OrderedDict[Incarnation, Card] = OrderedDict()
+        self._latest: Card | None = None
+        """The one that was asked for last: frames of one peer come together, and each of them asks several times."""
         self._at: BoundedMap[ControlAddress, _Resident] = BoundedMap(limit)
 
     def __len__(self) -> int:
@@ -90,7 +94,10 @@ class Peers:
 
     def card(self, incarnation: Incarnation) -> Card | None:
         """The card of a peer, if it is known."""
-        card = self._cards.get(incarnation)
+        latest = self._latest
+        if latest is not None and latest.incarnation == incarnation:
+            return latest
+        card = self._latest = self._cards.get(incarnation)
         if card is not None:
             self._cards.move_to_end(incarnation)
         return card
@@ -119,7 +126,8 @@ class Peers:
             before = self._at.get(address)
             if before is None or before.incarnation != card.incarnation:
                 self._at[address] = _Resident(card.incarnation, asked)
-        self._cards[card.incarnation] = card
+        self._cards[card.incarnation] = self._latest = card
+        self._cards.move_to_end(card.incarnation)
         if before is None or before.incarnation == card.incarnation:
             return None
         # Two processes cannot listen at one address: the one that answered there before is dead, or gets nothing sent any more.
@@ -139,6 +147,7 @@ class Peers:
     def forget(self, incarnation: Incarnation) -> None:
         """Forget a peer and the address it answered at."""
         self._cards.pop(incarnation, None)
+        self._latest = None
         for address in [address for address, known in self._at.items() if known.incarnation == incarnation]:
             del self._at[address]
 
@@ -160,8 +169,12 @@ class Coordinator:
         engine: EnginePort,
         settings: HandoffSettings = DEFAULT_HANDOFF,
         observe: Observer = no_observer,
+        stamps: Stamps = NO_STAMPS,
     ) -> None:
-        self.card = card
+        stamps = stamps if settings.confirmation is Confirmation.STAMP else NO_STAMPS
+        # Here and nowhere else: what the card states and what is written are the same memory.
+        self.card = card = structs.replace(card, stamps=stamps.area)
+        self._stamps = stamps
         self._layers = card.layers
         self._limits = limits
         self._clock = clock
@@ -183,8 +196,9 @@ class Coordinator:
         """The latest epoch in which each rank has fenced a peer. Kept: a peer may be fenced again before every rank has."""
         self._region_epochs: dict[int, int] = {}
         aux, sum_size = card.ranks[0].aux, size_worth_summing(rank.layout for rank in card.ranks)
-        self.source = self.source_side(len(card.ranks), limits, clock, control, ranks, engine, observe, aux, sum_size)
-        self.target = self.target_side(card, transport, limits, clock, control, ranks, engine, settings, observe)
+        own = (stamps, card.incarnation)
+        self.source = self.source_side(len(card.ranks), limits, clock, control, ranks, engine, observe, aux, sum_size, *own)
+        self.target = self.target_side(card, transport, limits, clock, control, ranks, engine, settings, observe, stamps)
         self.handlers: dict[type[Message], Callable[[Incarnation, Any], None]] = {
             Grant: self._on_grant,
             Announced: self.target.on_announced,
@@ -199,7 +213,7 @@ class Coordinator:
             Over: self.target.on_over,
             Heartbeat: self._on_heartbeat,
         }
-        """What is done with each message about hand-offs. A table: every hand-off has seven messages."""
+        """What is done with each message about hand-offs. A table: every hand-off has five of them and more."""
         self.dropped_total: Counter[str] = Counter()
         self.handshakes_total = 0
 
@@ -336,7 +350,8 @@ class Coordinator:
         epochs[report.rank] = max(report.epoch, epochs.get(report.rank, 0))
         epoch = min(epochs.get(rank.rank, 0) for rank in self.card.ranks)
         if epoch > before:
-            # Its session is gone: without a card, the next hand-off with it begins with a handshake that opens a new one.
+            # Its session is gone: without a card, the next hand-off with it begins with a handshake that opens a new one. Its
+            # stamps are not forgotten: its process lives, and to look at them takes no session.
             self._peers.forget(report.peer)
             self.target.on_peer_fenced(report.peer, epoch)
 
@@ -451,6 +466,7 @@ class Coordinator:
         if known is None:
             idle = self._peers.make_room(self.source.peers() | self.target.peers())
             if idle is not None:
+                self._stamps.forget(idle)
                 self._ranks.send_all(Disconnect(idle))
             self._ranks.send_all(Connect(card))
             self.handshakes_total += 1
@@ -473,4 +489,5 @@ class Coordinator:
         # Fenced first: a rank that has disconnected a peer does not know any more which of its ranks could write.
         self.target.on_peer_gone(incarnation, reason)
         self._ranks.send_all(Disconnect(incarnation))
+        self._stamps.forget(incarnation)
         self.source.on_peer_gone(incarnation, reason)

@@ -16,9 +16,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from kvbaton.agent.bell import TimerBell
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.engine_port import AgentStats, Allocation, EngineEvent, HandoffPort, Offer, SourceRequest, SpansReady
-from kvbaton.agent.ports import Bell, Clock, ControlSocketsPort
+from kvbaton.agent.ports import NO_STAMPS, Bell, Clock, ControlSocketsPort, Stamps
 from kvbaton.agent.rank_orders import PoisonBlocks
 from kvbaton.agent.rank_sets import RankSet
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits
@@ -27,7 +28,6 @@ from kvbaton.core.card import Card
 from kvbaton.core.handoff import BlockLists, HandoffKey, Span
 from kvbaton.core.timeline import Observer, Side, no_observer
 from kvbaton.errors import LocalError
-from kvbaton.transport.wakeup import Wakeup
 
 __all__ = ["Driver"]
 
@@ -62,11 +62,12 @@ class Driver(HandoffPort):
         settings: HandoffSettings = DEFAULT_HANDOFF,
         observe: Observer = no_observer,
         *,
+        stamps: Stamps = NO_STAMPS,
         clock: Clock = time.monotonic,
         bell: Bell | None = None,
         coordinator: type[Coordinator] = Coordinator,
     ) -> None:
-        self.card = card
+        self._stamps = stamps
         self._ranks = ranks
         self._sockets = sockets
         self._limits = limits
@@ -76,6 +77,8 @@ class Driver(HandoffPort):
         self._news = news
         self._commands: deque[_Command] = deque()
         self._events: deque[EngineEvent] = deque()
+        self._added = self._woken_for = 0
+        """How many events there ever were, and how many of them when the engine was last woken for new ones."""
         self._coordinator = coordinator(
             card,
             ranks.transport_name,
@@ -83,10 +86,12 @@ class Driver(HandoffPort):
             clock,
             sockets,
             ranks,
-            self._events.append,
+            self._add_event,
             settings,
             observe,
+            stamps,
         )
+        self.card = self._coordinator.card
         self._deadline: float | None = None
         """When the coordinator is next due, as it was at the end of the last turn."""
         self._knows_deadline = False
@@ -94,7 +99,7 @@ class Driver(HandoffPort):
         self._turns = 0
         self._busy_s = 0.0
         self._poll_s = 0.0
-        self._wakeup = Wakeup() if bell is None else bell
+        self._bell = TimerBell() if bell is None else bell
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvbaton-agent", daemon=True)
 
@@ -118,21 +123,23 @@ class Driver(HandoffPort):
         if self._stopping.is_set():
             return
         self._stopping.set()
-        self._wakeup.set()
+        self._bell.set()
         if self._thread.is_alive():
             self._thread.join(_STOP_S)
+        # First: what a thread shows that hangs must not count when the memory of the cache is given back.
+        self._stamps.close()
         self._ranks.close()
         self._sockets.close()
-        self._wakeup.close()
+        self._bell.close()
 
     def expect_target(self, key: HandoffKey, prompt: str) -> None:
         self._submit(partial(self._coordinator.expect_target, key, prompt))
 
     def spans_ready(self, key: HandoffKey, blocks: BlockLists, spans: tuple[Span, ...]) -> None:
-        self._submit((SpansReady(key, blocks, spans),))
+        self._submit((SpansReady(key, blocks, spans),), self._bell.set_soon)
 
     def spans_ready_all(self, ready: Sequence[SpansReady]) -> None:
-        self._submit(tuple(ready))
+        self._submit(tuple(ready), self._bell.set_soon)
 
     def retract(self, key: HandoffKey) -> None:
         self._submit(partial(self._coordinator.retract, key))
@@ -177,6 +184,7 @@ class Driver(HandoffPort):
             late_total=Counter(dict(source.late_total)) + Counter(dict(target.late_total)),
             dropped_total=self._dropped_total(),
             mismatches_total=target.mismatches_total,
+            stamped_total=target.stamped_total,
             aux_fallbacks_total=Counter(dict(source.aux_fallbacks_total)) + Counter(dict(target.aux_fallbacks_total)),
             errors_total=self.errors_total,
             turns_total=self._turns,
@@ -197,20 +205,29 @@ class Driver(HandoffPort):
         total.update(dict(self._coordinator.dropped_total))
         return total
 
-    def _submit(self, command: _Command) -> None:
+    def _submit(self, command: _Command, ring: Callable[[], None] | None = None) -> None:
+        """Have the agents' thread carry out a command; `ring` is how it is woken, at once without it."""
         if self._stopping.is_set():
             raise LocalError("the agents have stopped")
         if len(self._commands) >= _MAX_COMMANDS:
             raise LocalError(f"the agent has {_MAX_COMMANDS} commands waiting; it is stuck or far too slow")
         self._note_step()
         self._commands.append(command)
-        self._wakeup.set()
+        (ring or self._bell.set)()
 
     def _note_step(self) -> None:
         """The engine is at work. Peers learn how long ago that was: an engine may hang while this thread goes on beating."""
         self._coordinator.stepped_at = self._clock()
 
     def _run(self) -> None:
+        # What it shows counts as long as it could answer instead.
+        self._stamps.vouch()
+        try:
+            self._take_turns()
+        finally:
+            self._stamps.withdraw()
+
+    def _take_turns(self) -> None:
         while not self._stopping.is_set():
             if not self._guarded(self._wait):
                 # Without a wait that works, turns follow each other at this distance.
@@ -223,7 +240,7 @@ class Driver(HandoffPort):
         self._guarded(self._turn)
 
     def _wait(self) -> None:
-        self._sockets.wait(self._timeout_s(), [self._wakeup.fd, *self._ranks.wakeups])
+        self._sockets.wait(self._timeout_s(), [*self._bell.fds, *self._ranks.wakeups])
 
     def _guarded(self, work: Callable[[], None]) -> bool:
         """One failing task never stops the thread; interrupts and exits pass. Whether it succeeded."""
@@ -250,10 +267,13 @@ class Driver(HandoffPort):
 
     def _turn(self) -> None:
         # Cleared first: a command that is submitted from here on wakes the next turn, if this one does not take it.
-        self._wakeup.clear()
+        self._bell.clear()
         self._knows_deadline = False
+        before = self._woken_for = self._added
         if self._commands:
             self._take_commands()
+        # What ranks of this process have done at once is taken at once: what follows from it leaves in the same frame.
+        self._take_reports()
         frames = 0
         for envelope, via in self._sockets.receive():
             frames += 1
@@ -264,9 +284,12 @@ class Driver(HandoffPort):
                 self._coordinator.on_frame(envelope, via)
             except Exception as error:  # noqa: BLE001
                 self._note_error(error)
+            if self._ranks.reports:
+                self._take_reports()
             if frames % self._sockets.frames_per_turn == 0:
                 # Frames hold several messages each: heartbeats that fall due do not wait for the last of a full turn.
                 self._guarded(self._coordinator.beat)
+        self._wake_engine()
         for address, reason in self._sockets.refusals():
             self._guarded(partial(self._coordinator.target.on_refused_peer, address, reason))
         began = self._clock()
@@ -274,9 +297,21 @@ class Driver(HandoffPort):
         now = self._clock()
         self._poll_s += now - began
         self._take_reports()
+        self._wake_engine()
         self._note_frames(frames, now)
         self._tick_if_due(frames, now)
-        if self._events or self._seems_idle(now):
+        self._wake_engine()
+        if self._woken_for == before and (self._events or self._seems_idle(now)):
+            self._news()
+
+    def _add_event(self, event: EngineEvent) -> None:
+        self._events.append(event)
+        self._added += 1
+
+    def _wake_engine(self) -> None:
+        """Wake the engine if this turn has brought events that it was not woken for: while it gets up, the turn goes on."""
+        if self._woken_for != self._added:
+            self._woken_for = self._added
             self._news()
 
     def _tick_if_due(self, frames: int, now: float) -> None:

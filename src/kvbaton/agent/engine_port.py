@@ -214,6 +214,8 @@ class AgentStats:
     """Seconds for which it has worked."""
     poll_s_total: float
     """Of these, seconds for which it took what its transport had completed."""
+    stamped_total: int = 0
+    """Hand-offs to this instance whose source was not asked to confirm them, because its stamp stood."""
     failures_total: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Hand-offs that were ended before they were delivered, by side and by what ended them."""
     runs_total: int = 0

@@ -14,12 +14,13 @@ from kvbaton.agent.engine_port import EngineEvent
 from kvbaton.agent.rank_orders import RankOrder
 from kvbaton.config import Trust
 from kvbaton.core.addresses import ControlAddress
-from kvbaton.core.card import ProcessId
+from kvbaton.core.card import Card, ProcessId
 from kvbaton.core.checks import BlockSums, Pieces
 from kvbaton.core.handoff import Executor, Incarnation
 from kvbaton.core.messages import Envelope, Message
+from kvbaton.core.stamps import StampArea
 
-__all__ = ["Bell", "Clock", "Control", "ControlSocketsPort", "EnginePort", "Memory", "Ranks"]
+__all__ = ["NO_STAMPS", "Bell", "Clock", "Control", "ControlSocketsPort", "EnginePort", "Memory", "NoStamps", "Ranks", "Stamps"]
 
 Clock = Callable[[], float]
 """Monotonic seconds; only differences mean anything."""
@@ -82,11 +83,14 @@ class Bell(Protocol):
     """Wakes the driver's thread; rung from any thread."""
 
     @property
-    def fd(self) -> int:
-        """The descriptor to wait on."""
+    def fds(self) -> Sequence[int]:
+        """The descriptors to wait on."""
 
     def set(self) -> None:
         """Ring it."""
+
+    def set_soon(self) -> None:
+        """Ring it a little later: something waits that more is expected to join."""
 
     def clear(self) -> None:
         """What it was rung for is looked at from here on."""
@@ -135,3 +139,67 @@ class Ranks(Protocol):
         `Connect` raises TransportError or Incompatible where the ranks live in this process; ranks in other processes
         report the same failure when they are to move something.
         """
+
+
+class Stamps(Protocol):
+    """The stamps of this process, and those of peers on this host (core/stamps.py)."""
+
+    @property
+    def area(self) -> StampArea | None:
+        """Where peers find those of this process; None where there are none."""
+
+    def vouch(self) -> None:
+        """What is shown counts from now on, as long as the calling thread lives."""
+
+    def withdraw(self) -> None:
+        """The same thread ends: what is shown counts no more."""
+
+    def write(self, slot: int, value: int) -> None:
+        """Show `value` in a slot, 0 for nothing. Whatever this process does next, peers see afterwards."""
+
+    def follow(self, card: Card) -> bool:
+        """Whether the stamps of a peer can be read here; finds it out the first time."""
+
+    def read(self, peer: Incarnation, slot: int) -> int:
+        """What stands in a slot of a peer that is followed and lives, after all that was read before; 0 where nothing is."""
+
+    def forget(self, peer: Incarnation) -> None:
+        """Follow a peer no longer."""
+
+    def close(self) -> None:
+        """Give back what this holds. Idempotent."""
+
+
+class NoStamps:
+    """No stamps, of no process: every confirmation is a message."""
+
+    area = None
+
+    def vouch(self) -> None:
+        """Nothing is shown."""
+
+    def withdraw(self) -> None:
+        """Nothing was shown."""
+
+    def write(self, slot: int, value: int) -> None:
+        """Nothing is shown."""
+
+    def follow(self, card: Card) -> bool:
+        """No peer is followed."""
+        del card
+        return False
+
+    def read(self, peer: Incarnation, slot: int) -> int:
+        """Nothing stands there."""
+        del peer, slot
+        return 0
+
+    def forget(self, peer: Incarnation) -> None:
+        """No peer was followed."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+NO_STAMPS: Stamps = NoStamps()
+"""Where there is no shared memory, no compiled loop, or no peer on this host."""

@@ -38,8 +38,10 @@ is of a generation that is never confirmed again. A side that writes must wait, 
 carry bytes of the next request into blocks of this one.
 
 **Confirmation.** Where the target reads, it asks, and `Confirmed` is sent if the generation it has read is the one that the
-blocks hold now. Where this side writes, it confirms by itself, after the last byte of every rank. With checksums, not before
-every span is summed: a sum that is taken later could be of other bytes.
+blocks hold now. A target of the same host need not ask: it finds the *stamp* of the hand-off, which stands from `Prefilled` on
+until this side ends (core/stamps.py). Where this side writes, it confirms by itself, after the last byte of every rank. With
+checksums, nothing is confirmed or stamped before every span is summed: a sum that is taken later could be of other bytes. The
+sums go with the stamp, and with a confirmation.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ import msgspec
 
 from kvbaton.agent.decline_notices import DeclinedRequests
 from kvbaton.agent.engine_port import Drained, Granted, Offer, SourceEnded
-from kvbaton.agent.ports import Clock, Control, EnginePort, Ranks
+from kvbaton.agent.ports import NO_STAMPS, Clock, Control, EnginePort, Ranks, Stamps
 from kvbaton.agent.rank_orders import (
     CloseCopy,
     CopyFailed,
@@ -112,6 +114,7 @@ from kvbaton.core.messages import (
     Stop,
     Stopped,
 )
+from kvbaton.core.stamps import Stamp, StampSlots
 from kvbaton.core.timeline import Observer, Side, Stage, no_observer, note
 from kvbaton.wire.log_limit import shown
 
@@ -182,6 +185,8 @@ class SourceRecord(msgspec.Struct, eq=False):
     """Whether the target has asked for a confirmation that waits for the last checksum."""
     aux_pointer: AuxPointer | None = None
     is_confirmed: bool = False
+    stamp: Stamp | None = None
+    """What stands as long as the target may take the blocks for what was announced, where it can look at it."""
     planned: dict[int, set[int]] = msgspec.field(default_factory=dict)
     """Where the target counts what we write: numbers of the spans that are on their way, by rank, and their bytes."""
     written_bytes: int = 0
@@ -233,8 +238,12 @@ class SourceSide:
         observe: Observer = no_observer,
         aux_area: AuxArea | None = None,
         sum_size: int = 0,
+        stamps: Stamps = NO_STAMPS,
+        name: str = "",
     ) -> None:
         self._observe = observe
+        self._stamps = stamps
+        self.stamp_slots = StampSlots(stamps.area, name)
         self.sum_size = sum_size
         """How much is worth an order to sum it before everything is computed; see `size_worth_summing`."""
         self._ranks_count = ranks_count
@@ -266,12 +275,15 @@ class SourceSide:
             SourceEffect.EXTEND_LEASE: self.extend_lease,
             SourceEffect.NOTIFY_GRANTED: self.notify_granted,
             SourceEffect.ANNOUNCE: self.announce,
+            SourceEffect.SET_STAMP: self.set_stamp,
             SourceEffect.SEND_PREFILLED: self.send_prefilled,
+            SourceEffect.SEND_STAMP: self.send_stamp,
             SourceEffect.NEW_GENERATION: self.new_generation,
             SourceEffect.SEND_RETRACTED: self.send_retracted,
             SourceEffect.NOTIFY_DRAINED: self.notify_drained,
             SourceEffect.SEND_CONFIRMATION: self.send_confirmation,
             SourceEffect.REPEAT_CONFIRMATION: self.repeat_confirmation,
+            SourceEffect.CLEAR_STAMP: self.clear_stamp,
             SourceEffect.STOP_COPY: self.stop_copy,
             SourceEffect.SEND_END: self.send_end,
             SourceEffect.RETURN_BLOCKS: self.return_blocks,
@@ -381,12 +393,29 @@ class SourceSide:
 
         An order costs as much as summing some hundred KiB, and what is left for the end about a millisecond.
         """
-        unsummed = tuple(record.spans[record.summing :])
         size = self.sum_size * (ONE_IN if integrity is Integrity.SAMPLED else 1)
-        return () if record.offer is None and sum(map(span_size, unsummed)) < size else unsummed
+        unsummed = record.spans[record.summing :]
+        is_worth_it = record.offer is not None or sum([span_size(span) for span in unsummed]) >= size
+        return tuple(unsummed) if is_worth_it else ()
+
+    def set_stamp(self, record: SourceRecord) -> None:
+        """Show the stamp of a complete cache, if its target can look at it, and the checksums are there that go with it."""
+        if self.shows_stamp(record) and self._is_summed(record):
+            record.stamp = self.stamp_slots.take()
+            if record.stamp is not None:
+                self._stamps.write(record.stamp.slot, record.stamp.value)
 
     def send_prefilled(self, record: SourceRecord) -> None:
         """Notify the target that nothing more will be announced, and send it the aux record."""
+        if record.offer is None:
+            return
+        self.send_stamp(record)
+        pointer = self._point_at_aux(record, record.offer.aux)
+        aux = None if pointer else record.offer.aux
+        self._send(record, AuxSent(key=record.key, grant=record.grant_number, aux=aux, pointer=pointer))
+
+    def send_stamp(self, record: SourceRecord) -> None:
+        """Notify the target that the cache is complete; with the stamp, unless that waits for checksums."""
         if record.offer is None:
             return
         prefilled = Prefilled(
@@ -396,11 +425,11 @@ class SourceSide:
             span_count=len(record.spans),
             tokens=record.offer.tokens,
             held_s=max(0.0, self._clock() - record.held_since),
+            stamp=record.stamp,
+            sums=() if record.stamp is None else _sums_of(record),
+            sums_follow=self._awaits_sums(record),
         )
         self._send(record, prefilled)
-        pointer = self._point_at_aux(record, record.offer.aux)
-        aux = None if pointer else record.offer.aux
-        self._send(record, AuxSent(key=record.key, grant=record.grant_number, aux=aux, pointer=pointer))
 
     def new_generation(self, record: SourceRecord) -> None:
         """What was announced is void; copies of the old generation, if any, are being stopped and stay in `open_copies`."""
@@ -427,13 +456,12 @@ class SourceSide:
         """Confirm that the blocks hold this generation, now that the last byte was moved, or is on its way to be counted."""
         record.is_confirmed = True
         self._note(record, Stage.CONFIRMED)
-        sums = tuple(SpanSum(leg, span, value) for (leg, span), value in sorted(sums_by_leg(record.sums).items()))
         confirmed = Confirmed(
             key=record.key,
             grant=record.grant_number,
             generation=record.generation,
             span_count=len(record.spans),
-            sums=sums,
+            sums=_sums_of(record),
             written_bytes=record.written_bytes if record.grant is not None and record.grant.counts_arrivals else None,
         )
         self._send(record, confirmed)
@@ -442,6 +470,13 @@ class SourceSide:
         """A target that repeats its grant has missed something. It never asks a source that writes, so confirm it again."""
         if record.is_confirmed and record.writes:
             self.send_confirmation(record)
+
+    def clear_stamp(self, record: SourceRecord) -> None:
+        """From here on the blocks may change: a target that has not looked yet asks, and is answered that it is over."""
+        if record.stamp is not None:
+            self._stamps.write(record.stamp.slot, 0)
+            self.stamp_slots.give(record.stamp)
+            record.stamp = None
 
     def stop_copy(self, record: SourceRecord) -> None:
         """Have every rank stop what it has open, a generation that is being retracted included."""
@@ -639,13 +674,17 @@ class SourceSide:
     def on_release(self, sender: Incarnation, release: Release) -> None:
         """The target has delivered. What was not confirmed cannot be delivered: such a release is about something else."""
         record = self._owned(sender, release.key, release.grant)
-        if record is None or not record.is_confirmed or record.is_released:
+        if record is None or not self.is_confirmed_for(record, release) or record.is_released:
             self.late_total["release"] += 1
         elif record.writes and not self._is_moved(record):
             # It has counted our bytes before our ranks have reported that they are in: the blocks are ours to keep until then.
             record.is_released = True
         else:
             self.step(record, SourceEvent.RELEASED)
+
+    def is_confirmed_for(self, record: SourceRecord, release: Release) -> bool:
+        """Whether the target of a release knew that the blocks had not changed: it had our answer, or has seen the stamp."""
+        return record.is_confirmed or (record.stamp is not None and record.stamp.value == release.stamp)
 
     def on_stop(self, sender: Incarnation, stop: Stop) -> None:
         """The target has ended without delivery; a grant of that number that is still on its way is void.
@@ -777,9 +816,11 @@ class SourceSide:
         elif report.error:
             self._end_by(record, SourceEvent.COPY_FAILED, Outcome.FAILED, report.error)
         else:
-            rank = report.rank
+            rank, awaited = report.rank, self._awaits_sums(record)
             record.sums.update({(rank, span): sums for span, sums in report.sums.items()})
             self.renew_cap(record)
+            if awaited and not self._awaits_sums(record):
+                self.step(record, SourceEvent.SUMMED)
             self._settle(record)
 
     def owns_copy(self, copy: CopyId) -> bool:
@@ -890,6 +931,14 @@ class SourceSide:
 
     def _is_summed(self, record: SourceRecord) -> bool:
         return record.integrity is Integrity.OFF or len(record.sums) == self._ranks_count * len(record.spans)
+
+    def shows_stamp(self, record: SourceRecord) -> bool:
+        """Whether the target can look at a stamp of this hand-off, once its cache is complete."""
+        return record.grant is not None and record.grant.reads_stamps and not record.writes
+
+    def _awaits_sums(self, record: SourceRecord) -> bool:
+        """Whether the cache is complete, and its stamp waits for checksums."""
+        return record.state is SourceState.SERVING and self.shows_stamp(record) and not self._is_summed(record)
 
     def _is_about(self, record: SourceRecord, grant: int) -> bool:
         """Whether a target that waits with `grant` waits for this; its grant may still be on its way, or not yet made."""
@@ -1011,6 +1060,11 @@ class SourceSide:
             self._ranks.send_all(DropSums(Side.SOURCE, record.key))
         record.summing, record.is_asked = 0, False
         record.sums.clear()
+
+
+def _sums_of(record: SourceRecord) -> tuple[SpanSum, ...]:
+    """Every checksum of a hand-off, as it is sent."""
+    return tuple(SpanSum(leg, span, value) for (leg, span), value in sorted(sums_by_leg(record.sums).items()))
 
 
 def _outcome_here(outcome: Outcome) -> Outcome:

@@ -20,6 +20,13 @@ A one-sided read does not notice that its source block was freed and overwritten
 source confirms them *afterwards*: `ConfirmAsk` is sent when the last byte is in, and the source answers `Confirmed` only
 while the blocks still hold the generation that was read. A confirmation from before the last byte proves nothing and is late.
 
+A source of the same host need not be asked. With `Prefilled` it names a *stamp*, a number in memory that we can read, which it
+clears before its blocks go anywhere (core/stamps.py). If that stands when the last byte is in, the blocks held the generation,
+FILLING leads to DELIVERED, and `Release` names the stamp. If it does not, the question follows: the source knows why.
+
+Where checksums are compared, those of the source come with whichever of the two proves that the blocks held the generation. A
+stamp that waits for them may come last: then CONFIRMING waits for it, and the question is what is sent if it does not come.
+
 Generation, and what happens when a source is preempted in mid-transfer
 -----------------------------------------------------------------------
 A generation is the source's number for one computation of the cache. Every announcement, `Prefilled` and confirmation carries
@@ -102,7 +109,7 @@ import msgspec
 from kvbaton.agent.card_requests import CardRequests, is_answer_after
 from kvbaton.agent.decline_notices import DeclineNotices
 from kvbaton.agent.engine_port import Allocation, HandoffStats, Landed, SourceRequest, TargetEnded
-from kvbaton.agent.ports import Clock, Control, EnginePort, Ranks
+from kvbaton.agent.ports import NO_STAMPS, Clock, Control, EnginePort, Ranks, Stamps
 from kvbaton.agent.rank_orders import (
     Arrived,
     AuxRead,
@@ -130,7 +137,7 @@ from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.aux_area import AuxArea, AuxPointer, AuxSlots, pointer_problem, unpack_aux
 from kvbaton.core.bounded import BoundedMap
 from kvbaton.core.card import Card
-from kvbaton.core.checks import ONE_IN, size_worth_summing, span_size, sums_problem
+from kvbaton.core.checks import ONE_IN, SpanSum, size_worth_summing, span_size, sums_problem
 from kvbaton.core.grants import REACH, next_sequence
 from kvbaton.core.handoff import (
     Aux,
@@ -166,6 +173,7 @@ from kvbaton.core.messages import (
     Stop,
     Stopped,
 )
+from kvbaton.core.stamps import Stamp
 from kvbaton.core.timeline import Observer, Side, Stage, no_observer, note
 from kvbaton.errors import ProtocolError
 from kvbaton.wire.log_limit import shown
@@ -260,13 +268,21 @@ class TargetRecord(msgspec.Struct, eq=False):
     """How many spans there are; known when the prefill is complete."""
     unsummed: dict[int, list[int]] = msgspec.field(default_factory=dict)
     """By rank: numbers of spans that are in and that it was not ordered to sum yet, where sums are compared."""
+    unsummed_size: dict[int, int] = msgspec.field(default_factory=dict)
+    """By rank: how much that is, as `span_size` counts it."""
     summing: set[int] = msgspec.field(default_factory=set)
     sums: RankSums = msgspec.field(default_factory=dict)
     source_sums: dict[tuple[int, int], int] = msgspec.field(default_factory=dict)
+    stamp: Stamp | None = None
+    """What stands at the source as long as its blocks hold this generation."""
+    sums_follow: bool = False
+    """Whether the stamp waits for checksums of the source, and both are still to come."""
     aux: Aux | None = None
     aux_channel: AuxChannel = AuxChannel.CONTROL
     aux_pointer: AuxPointer | None = None
     source_area: AuxArea | None = None
+    reads_stamps: bool = False
+    """Whether the stamps of the source can be read here."""
     is_confirmed: bool = False
     counts_arrivals: bool = False
     """Whether our ranks count what the source writes."""
@@ -311,11 +327,12 @@ class TargetRecord(msgspec.Struct, eq=False):
 
 
 class _TargetEnd(NamedTuple):
-    """How a grant ended, when, and its number in sequence."""
+    """How a grant ended, when, its number in sequence, and the stamp that its release names."""
 
     outcome: Outcome
     at: float
     sequence: int
+    stamp: int = 0
 
 
 class TargetSide:
@@ -334,7 +351,9 @@ class TargetSide:
         engine: EnginePort,
         settings: HandoffSettings = DEFAULT_HANDOFF,
         observe: Observer = no_observer,
+        stamps: Stamps = NO_STAMPS,
     ) -> None:
+        self._stamps = stamps
         self._settings = settings
         self._observe = observe
         self._card = card
@@ -365,6 +384,7 @@ class TargetSide:
         self.late_total: Counter[str] = Counter()
         self.failures_total: Counter[str] = Counter()
         self.mismatches_total = 0
+        self.stamped_total = 0
         self.aux_fallbacks_total: Counter[str] = Counter()
         self.effects: dict[TargetEffect, Callable[[TargetRecord], None]] = {
             TargetEffect.NEW_GRANT: self.new_grant,
@@ -393,6 +413,11 @@ class TargetSide:
         if row.state is not record.state:
             # Before the effects: DELIVER and RETURN_BLOCKS read the outcome from the state.
             record.state = row.state
+            if row.state in self.table.terminal:
+                # Nothing more is waited for.
+                for effect in row.effects:
+                    self.effects[effect](record)
+                return
             self._progress(record)
         for effect in row.effects:
             self.effects[effect](record)
@@ -403,8 +428,7 @@ class TargetSide:
         self._watch(record)
         if record.state is TargetState.FILLING:
             if self.compares_sums:
-                self.sum_moved(record)
-                self.sum_written(record)
+                (self.sum_moved if record.executor is Executor.TARGET_READS else self.sum_written)(record)
             if self.is_complete(record):
                 self._finish_filling(record)
         elif record.state is TargetState.CLEARING and not record.open_copies:
@@ -417,11 +441,25 @@ class TargetSide:
             reason = f"the source's spans are not the whole cache: {problem}"
             self._end_by(record, TargetEvent.REFUSED, Outcome.FAILED, reason)
         elif record.executor is Executor.TARGET_READS:
-            self.step(record, TargetEvent.FILLED)
-        elif problem := self.sums_problem(record):
-            self._end_mismatched(record, problem)
+            self._finish_reading(record)
         else:
-            self.step(record, TargetEvent.WRITTEN)
+            self._end_checked(record, TargetEvent.WRITTEN)
+
+    def _finish_reading(self, record: TargetRecord) -> None:
+        self._note(record, Stage.FILLED)
+        if record.sums_follow:
+            self.step(record, TargetEvent.AHEAD)
+        else:
+            self._look_at_stamp(record)
+
+    def _look_at_stamp(self, record: TargetRecord) -> None:
+        """Everything is in, and it is known whether there is a stamp: deliver it if that stands, or ask."""
+        if self.is_stamped(record):
+            self._note(record, Stage.CONFIRMED)
+            self._end_checked(record, TargetEvent.STAMPED)
+        else:
+            record.stamp = None
+            self.step(record, TargetEvent.FILLED)
 
     def _end_by(self, record: TargetRecord, event: TargetEvent, verdict: Outcome, reason: str) -> None:
         """Begin an end without delivery. The first one decides the outcome; what comes while it stops is late."""
@@ -435,9 +473,14 @@ class TargetSide:
         # In either case: the event may have come with the proof that the source is quiet.
         self._settle(record)
 
-    def _end_mismatched(self, record: TargetRecord, problem: str) -> None:
-        self.mismatches_total += 1
-        self._end_by(record, TargetEvent.MISMATCHED, Outcome.FAILED, problem)
+    def _end_checked(self, record: TargetRecord, event: TargetEvent) -> None:
+        """`event` proves that the blocks held the generation when the last byte was in: deliver, unless a checksum differs."""
+        if problem := self.sums_problem(record):
+            self.mismatches_total += 1
+            self._end_by(record, TargetEvent.MISMATCHED, Outcome.FAILED, problem)
+        else:
+            self.stamped_total += event is TargetEvent.STAMPED
+            self.step(record, event)
 
     def follow_generation(self, record: TargetRecord, generation: int) -> bool:
         """Take up the generation of a message, if it is newer; false when it is older than the one that counts.
@@ -492,6 +535,7 @@ class TargetSide:
             aux_channel=record.aux_channel,
             tokens=record.allocation.tokens,
             counts_arrivals=record.counts_arrivals,
+            reads_stamps=record.reads_stamps,
         )
         self._send(record, grant)
 
@@ -529,7 +573,8 @@ class TargetSide:
         record.unmoved.clear()
         record.moved.clear()
         record.on_wire = 0
-        record.span_count = None
+        record.span_count = record.stamp = None
+        record.sums_follow = False
         record.aux = record.aux_pointer = None
         record.is_confirmed = False
         record.arrived_bytes, record.written_bytes = 0, None
@@ -538,7 +583,6 @@ class TargetSide:
 
     def ask_confirmation(self, record: TargetRecord) -> None:
         """Everything is in: ask the source whether its blocks held this generation all the time."""
-        self._note(record, Stage.FILLED)
         self._send(record, ConfirmAsk(record.key, record.grant, record.generation))
 
     def quarantine(self, record: TargetRecord) -> None:
@@ -578,7 +622,7 @@ class TargetSide:
 
     def send_release(self, record: TargetRecord) -> None:
         """Notify the source that its blocks are not needed any more."""
-        self._send(record, Release(record.key, record.grant))
+        self._send(record, Release(record.key, record.grant, _value_of(record.stamp)))
 
     def deliver(self, record: TargetRecord) -> None:
         """The good end: the engine may decode."""
@@ -782,14 +826,24 @@ class TargetSide:
             if record.span_count is None:
                 record.held_s, record.prefilled_at = prefilled.held_s, self._clock()
                 record.span_count = prefilled.span_count
+                self._take_stamp(record, prefilled)
                 self._note(record, Stage.PREFILLED)
                 # Only the first one is progress: the source repeats it, and a repetition must not renew a deadline.
                 self._progress(record)
+            elif record.sums_follow and not prefilled.sums_follow:
+                self._take_stamp(record, prefilled)
             self._refuse_surplus(record)
             self._settle(record)
             if (early := record.early_confirmed) is not None:
                 record.early_confirmed = None
                 self.on_confirmed(sender, early)
+
+    def _take_stamp(self, record: TargetRecord, prefilled: Prefilled) -> None:
+        """Take the stamp and the checksums that go with it, or that they follow."""
+        record.stamp, record.sums_follow = prefilled.stamp, prefilled.sums_follow
+        record.source_sums = _by_leg(prefilled.sums)
+        if record.state is TargetState.CONFIRMING:
+            self._look_at_stamp(record)
 
     def on_aux(self, sender: Incarnation, message: AuxSent) -> None:
         """The aux record is in, or lies where we can fetch it."""
@@ -819,15 +873,14 @@ class TargetSide:
             self.late_total["confirmed"] += 1
         elif record.executor is Executor.SOURCE_WRITES:
             record.is_confirmed, record.written_bytes = True, confirmed.written_bytes
-            record.source_sums = {(each.leg, each.span): each.value for each in confirmed.sums}
+            record.source_sums = _by_leg(confirmed.sums)
             self._settle(record)
-        else:
+        elif record.state is TargetState.CONFIRMING:
             self._note(record, Stage.CONFIRMED)
-            record.source_sums = {(each.leg, each.span): each.value for each in confirmed.sums}
-            if record.state is TargetState.CONFIRMING and (problem := self.sums_problem(record)):
-                self._end_mismatched(record, problem)
-            else:
-                self.step(record, TargetEvent.CONFIRMED)
+            record.source_sums, record.sums_follow = _by_leg(confirmed.sums), False
+            self._end_checked(record, TargetEvent.CONFIRMED)
+        else:
+            self.step(record, TargetEvent.CONFIRMED)
 
     def on_arrived(self, report: Arrived) -> None:
         """A rank has counted bytes that the source wrote into our blocks; it may be the first that we learn of a generation."""
@@ -959,7 +1012,9 @@ class TargetSide:
             self._count_wire(record, len(record.just_moved))
             # Not for what is ending: a cancelled hand-off may have hundreds of reads in flight, which all arrive.
             if self.compares_sums and record.state not in _CLOSING:
+                size = sum([span_size(record.spans[number]) for number in record.just_moved])
                 record.unsummed.setdefault(rank, []).extend(record.just_moved)
+                record.unsummed_size[rank] = record.unsummed_size.get(rank, 0) + size
             record.just_moved.clear()
             self._progress(record)
 
@@ -1146,6 +1201,13 @@ class TargetSide:
         """Whether every byte of a source that writes is in: it has confirmed that, or how much our ranks have to count."""
         return record.is_confirmed and record.written_bytes in (None, record.arrived_bytes)
 
+    def is_stamped(self, record: TargetRecord) -> bool:
+        """Whether the stamp of the source stands, now that everything is in: then its blocks held this generation until now."""
+        stamp, source = record.stamp, record.source
+        if stamp is None or source is None:
+            return False
+        return self._stamps.read(source, stamp.slot) == stamp.value
+
     def has_aux(self, record: TargetRecord) -> bool:
         """Whether the aux record is in."""
         return record.aux is not None
@@ -1190,12 +1252,13 @@ class TargetSide:
         An order costs as much as summing some hundred KiB, and what is left for the end about a millisecond.
         """
         for rank, numbers in record.unsummed.items():
-            if numbers:
-                spans = tuple(record.spans[number] for number in numbers)
-                if len(record.moved[rank]) == record.span_count or sum(map(span_size, spans)) >= self.sum_size:
-                    record.summing.update(numbers)
-                    numbers.clear()
-                    self._sum_spans(record, (rank,), spans)
+            is_all = len(record.moved[rank]) == record.span_count
+            if numbers and (is_all or record.unsummed_size[rank] >= self.sum_size):
+                spans = tuple([record.spans[number] for number in numbers])
+                record.summing.update(numbers)
+                record.unsummed_size[rank] = 0
+                numbers.clear()
+                self._sum_spans(record, (rank,), spans)
 
     def sum_written(self, record: TargetRecord) -> None:
         """Sums are compared. Once a source that writes has confirmed it, have every rank sum what lies in our blocks.
@@ -1226,6 +1289,7 @@ class TargetSide:
         if record.summing:
             self._ranks.send_all(DropSums(Side.TARGET, record.key))
         record.unsummed.clear()
+        record.unsummed_size.clear()
         record.summing.clear()
         record.sums.clear()
         record.source_sums.clear()
@@ -1316,6 +1380,7 @@ class TargetSide:
         else:
             record.source = card.incarnation
             record.source_area = card.ranks[0].aux
+            record.reads_stamps = self._stamps.follow(card)
             self.step(record, TargetEvent.PEER_KNOWN)
 
     @staticmethod
@@ -1338,7 +1403,7 @@ class TargetSide:
         if self._clock() - end.at < self._limits.retry:
             return
         if end.outcome is Outcome.DELIVERED:
-            self._control.send(sender, Release(key, grant))
+            self._control.send(sender, Release(key, grant, end.stamp))
         else:
             reason = "the target has ended it"
             stop = Stop(key=key, grant=grant, outcome=end.outcome, reason=reason, sequence=end.sequence)
@@ -1355,7 +1420,8 @@ class TargetSide:
         self.quarantined_blocks -= record.quarantined
         self._timers.drop(record.key)
         self._drop_sums(record)
-        self._ended[record.key, record.grant] = _TargetEnd(_OUTCOMES[record.state], self._clock(), record.sequence)
+        end = _TargetEnd(_OUTCOMES[record.state], self._clock(), record.sequence, _value_of(record.stamp))
+        self._ended[record.key, record.grant] = end
         for rank, copy in record.open_copies.items():
             self._ranks.send(rank, CloseCopy(copy))
 
@@ -1370,3 +1436,11 @@ class TargetSide:
             transport=self._transport,
             source_writes=record.executor is Executor.SOURCE_WRITES,
         )
+
+
+def _by_leg(sums: tuple[SpanSum, ...]) -> dict[tuple[int, int], int]:
+    return {(each.leg, each.span): each.value for each in sums}
+
+
+def _value_of(stamp: Stamp | None) -> int:
+    return 0 if stamp is None else stamp.value

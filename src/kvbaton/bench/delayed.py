@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -43,7 +43,7 @@ from kvbaton.bench.bare.process import BareProcess, Relay
 from kvbaton.bench.report import BenchReport, BenchRow, Setting, check_at_least_one, describe_hardware
 from kvbaton.config import HandoffSettings
 from kvbaton.core.addresses import ControlAddress
-from kvbaton.core.handoff import Mode, Outcome
+from kvbaton.core.handoff import Confirmation, Mode, Outcome
 from kvbaton.engines.base import Progress
 from kvbaton.engines.instance import AgentSettings, open_driver
 from kvbaton.errors import ConfigError, LocalError
@@ -228,7 +228,9 @@ class DelayBench:
 
 
 _READS, _WRITES = "target reads", "source writes"
-_KINDS = {_READS: HandoffSettings(), _WRITES: HandoffSettings(fenced_writes=True)}
+# Instances that are apart share no memory, in which a target could look at stamps.
+_READING = HandoffSettings(confirmation=Confirmation.MESSAGE)
+_KINDS = {_READS: _READING, _WRITES: replace(_READING, fenced_writes=True)}
 
 
 class _FarPair:

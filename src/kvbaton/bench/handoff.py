@@ -22,7 +22,7 @@ from kvbaton.bench.bare.process import BareProcess, Relay
 from kvbaton.bench.bare.raw_nixl import RawNixlProcess
 from kvbaton.bench.report import BenchReport, BenchRow, Setting, check_at_least_one, describe_hardware
 from kvbaton.config import HandoffSettings
-from kvbaton.core.handoff import Integrity, Mode, Outcome
+from kvbaton.core.handoff import Confirmation, Integrity, Mode, Outcome
 from kvbaton.engines.base import Progress
 from kvbaton.errors import ConfigError, LocalError
 from kvbaton.transport.nixl import check_nixl
@@ -40,7 +40,10 @@ _RAW_NIXL = "raw NIXL"
 
 @dataclass(frozen=True, slots=True)
 class HandoffBench:
-    """What to measure. With `beside_nixl`, the same hand-offs by raw NIXL agents too; they move whole blocks."""
+    """What to measure. With `beside_nixl`, the same hand-offs by raw NIXL agents too; they move whole blocks.
+
+    With `confirmation` by message, targets ask for each, as they have to on another host.
+    """
 
     levels: tuple[int, ...] = (128, 512, 1024, 4096)
     mode: Mode = Mode.PUSH
@@ -52,6 +55,7 @@ class HandoffBench:
     every_byte: bool = False
     idle_s: float = 6.0
     beside_nixl: bool = False
+    confirmation: Confirmation = Confirmation.STAMP
 
     def __post_init__(self) -> None:
         if not self.levels or min(self.levels) < 1:
@@ -83,7 +87,7 @@ class HandoffBench:
             blocks=max(self.levels) * SMALL.blocks_for(self.tokens),
             most_tokens=self.tokens,
             transport=self.transport,
-            handoff=HandoffSettings(mode=self.mode, integrity=integrity or Integrity.OFF),
+            handoff=HandoffSettings(mode=self.mode, integrity=integrity or Integrity.OFF, confirmation=self.confirmation),
             # Nothing waits for one report: one for each end would wake this process as often as the agents, on the same cores.
             report_s=_REPORT_S,
         )
@@ -100,6 +104,7 @@ class HandoffBench:
             "rounds": self.rounds,
             "bytes_per_handoff": SMALL.cache_bytes(self.tokens),
             "peer": "nixl" if self.beside_nixl else "",
+            "confirmation": self.confirmation.value,
         }
 
 

@@ -87,6 +87,7 @@ def handoff(
     every_byte: Annotated[bool, Parameter(negative=())] = False,
     idle: float = 6.0,
     peer: Literal["", "nixl"] = "",
+    confirmation: Literal["stamp", "message"] = "stamp",
     output: Output = _DEFAULT_OUTPUT,
 ) -> int:
     """Many hand-offs at once between two instances without a model, in processes of their own.
@@ -114,9 +115,11 @@ def handoff(
         seconds for which the two instances are watched while they have nothing to do.
     peer
         `nixl`: the same hand-offs by raw NIXL agents too, one read and its notifications each, in turns; needs the package.
+    confirmation
+        `stamp`: targets look at the source's stamps; `message`: they ask for each confirmation, as on another host.
     """
     from kvbaton.bench.handoff import HandoffBench, run_handoff_bench
-    from kvbaton.core.handoff import Integrity, Mode
+    from kvbaton.core.handoff import Confirmation, Integrity, Mode
 
     _begin(output)
     kinds = tuple(Integrity) if integrity == "all" else (Integrity(integrity),)
@@ -131,6 +134,7 @@ def handoff(
         every_byte,
         idle,
         beside_nixl=bool(peer),
+        confirmation=Confirmation(confirmation),
     )
     return _finish("handoff", run_handoff_bench(bench, _progress), bench.described(), output)
 

@@ -18,6 +18,7 @@ from kvbaton.core.handoff import Incarnation
 from kvbaton.core.layout import Layout
 from kvbaton.core.legs import Legs, assign_legs
 from kvbaton.core.pair import pair_layouts
+from kvbaton.core.stamps import StampArea
 from kvbaton.core.topology import Shape, instance_problem
 from kvbaton.errors import ConfigError, Incompatible
 
@@ -80,6 +81,8 @@ class Card(msgspec.Struct, frozen=True):
     protocol: int = PROTOCOL
     aux_format: str = ""
     """What the opaque part of the aux records of this engine has, field by field; empty where there is none, or any is read."""
+    stamps: StampArea | None = None
+    """Where `process` keeps the stamps of its hand-offs, for targets of the same host."""
 
     @property
     def layers(self) -> range:

@@ -18,6 +18,7 @@ __all__ = [
     "Aux",
     "AuxChannel",
     "BlockLists",
+    "Confirmation",
     "Executor",
     "HandoffKey",
     "Incarnation",
@@ -90,6 +91,15 @@ class AuxChannel(enum.StrEnum):
 
     CONTROL = "control"
     DATA = "data"
+
+
+class Confirmation(enum.StrEnum):
+    """How a target that has read everything learns that its source's blocks have not changed meanwhile."""
+
+    STAMP = "stamp"
+    """It looks at the source's stamp, where it can (core/stamps.py); else it asks."""
+    MESSAGE = "message"
+    """It asks."""
 
 
 class Outcome(enum.StrEnum):

@@ -14,12 +14,14 @@ move the spans and it asks for the confirmation; where the source writes, the so
 itself.
 
 What the rows guarantee:
-- A target delivers only out of CONFIRMING, or out of FILLING when the source itself has moved and confirmed every span. Where
-  checksums are asked for, a wrong or missing one leads from there to an end without delivery instead.
+- A target delivers only out of CONFIRMING, or out of FILLING when the source itself has moved and confirmed every span, or
+  when its stamp stands behind the last byte (core/stamps.py). Where checksums are asked for, there is no stamp, and a wrong or
+  missing sum leads from there to an end without delivery instead.
 - A target's blocks go back only out of STOPPING, REVOKING or ISOLATED, when every copy that might write to them is quiet.
   Time alone leads from one of these states to the next (ask, tear the session down, register the memory anew), never out.
   A writer that is lost is not asked: its session is torn down at once, where the transport can do that.
-- A source's blocks go back only when it also stops confirming. Time may do that: a read counts only when confirmed later.
+- A source's blocks go back only when it also stops confirming, and its stamp is cleared. Time may do that: a read counts only
+  when confirmed later.
 - After a retraction nothing of the new generation is moved before everything of the old one is quiet (CLEARING, RETRACTING).
 
 Rejected: one machine for both sides (twice the states, half of them unreachable); a state for every stage of a prefill
@@ -121,6 +123,7 @@ class SourceEvent(enum.StrEnum):
     PREEMPTED = "preempted"
     PEER_ALIVE = "peer alive"
     CONFIRM_ASKED = "confirm asked"
+    SUMMED = "summed"
     WRITTEN = "written"
     RELEASED = "released"
     STOP_ASKED = "stop asked"
@@ -140,12 +143,15 @@ class SourceEffect(enum.StrEnum):
     EXTEND_LEASE = "extend lease"
     NOTIFY_GRANTED = "notify granted"
     ANNOUNCE = "announce"
+    SET_STAMP = "set stamp"
     SEND_PREFILLED = "send prefilled"
+    SEND_STAMP = "send stamp"
     NEW_GENERATION = "new generation"
     SEND_RETRACTED = "send retracted"
     NOTIFY_DRAINED = "notify drained"
     SEND_CONFIRMATION = "send confirmation"
     REPEAT_CONFIRMATION = "repeat confirmation"
+    CLEAR_STAMP = "clear stamp"
     STOP_COPY = "stop copy"
     SEND_END = "send end"
     RETURN_BLOCKS = "return blocks"
@@ -179,6 +185,8 @@ class TargetEvent(enum.StrEnum):
     ANNOUNCED = "announced"
     RETRACTED = "retracted"
     FILLED = "filled"
+    AHEAD = "ahead of the stamp"
+    STAMPED = "stamped"
     CONFIRMED = "confirmed"
     WRITTEN = "written"
     MISMATCHED = "mismatched"
@@ -249,15 +257,17 @@ CopyTable = Table[CopyState, CopyEvent, CopyEffect]
 
 def _source() -> SourceTable:
     state, event, effect = SourceState, SourceEvent, SourceEffect
+    # From here on the blocks stay as they are until this side ends: the stamp shows that, and is set before its number is sent.
+    complete = (effect.EXTEND_LEASE, effect.ANNOUNCE, effect.SET_STAMP, effect.SEND_PREFILLED)
     rows: dict[tuple[SourceState, SourceEvent], Row[SourceState, SourceEffect]] = {
         # The grant may come before the engine's call, during the prefill, or after it. Without one, nothing is announced.
         (state.PARKED, event.EXPECTED): Row(state.STREAMING, (effect.EXTEND_LEASE, effect.NOTIFY_GRANTED)),
         (state.QUEUED, event.GRANTED): Row(state.STREAMING, (effect.EXTEND_LEASE, effect.NOTIFY_GRANTED, effect.ANNOUNCE)),
         (state.QUEUED, event.SPAN_READY): Row(state.QUEUED),
         (state.QUEUED, event.PREFILLED): Row(state.HELD, (effect.EXTEND_LEASE,)),
-        (state.HELD, event.GRANTED): Row(state.SERVING, (effect.EXTEND_LEASE, effect.ANNOUNCE, effect.SEND_PREFILLED)),
+        (state.HELD, event.GRANTED): Row(state.SERVING, complete),
         (state.STREAMING, event.SPAN_READY): Row(state.STREAMING, (effect.ANNOUNCE,)),
-        (state.STREAMING, event.PREFILLED): Row(state.SERVING, (effect.EXTEND_LEASE, effect.ANNOUNCE, effect.SEND_PREFILLED)),
+        (state.STREAMING, event.PREFILLED): Row(state.SERVING, complete),
         # A grant that is repeated means that the target misses something: whatever it may be, it is sent again. It extends no
         # lease: agents repeat it, also while their engine or one of their ranks stands still. Heartbeats report that.
         (state.STREAMING, event.GRANTED): Row(state.STREAMING, (effect.ANNOUNCE,)),
@@ -275,8 +285,10 @@ def _source() -> SourceTable:
         # Only a complete prefill is confirmed, and only what was confirmed can be released. SERVING has no row for PREEMPTED:
         # the blocks of a complete prefill, which a target may read and will ask about, are held until this side has ended.
         (state.SERVING, event.CONFIRM_ASKED): Row(state.SERVING, (effect.EXTEND_LEASE, effect.SEND_CONFIRMATION)),
+        # Where checksums go with the stamp, both wait for the last sum.
+        (state.SERVING, event.SUMMED): Row(state.SERVING, (effect.SET_STAMP, effect.SEND_STAMP)),
         (state.SERVING, event.WRITTEN): Row(state.SERVING, (effect.SEND_CONFIRMATION,)),
-        (state.SERVING, event.RELEASED): Row(state.DELIVERED, (effect.RETURN_BLOCKS,)),
+        (state.SERVING, event.RELEASED): Row(state.DELIVERED, (effect.CLEAR_STAMP, effect.RETURN_BLOCKS)),
     }
     live = (state.PARKED, state.QUEUED, state.STREAMING, state.RETRACTING, state.HELD, state.SERVING)
     ending = (event.STOP_ASKED, event.ABORTED, event.LEASE_OUT, event.PEER_GONE, event.COPY_FAILED)
@@ -284,7 +296,8 @@ def _source() -> SourceTable:
         # No effect: a heartbeat extends the lease by what it reports of the target's engine, which no table knows.
         rows[each, event.PEER_ALIVE] = Row(each)
         for end in ending:
-            rows[each, end] = Row(state.STOPPING, (effect.STOP_COPY,))
+            # The stamp goes first: a target that finds it decodes what it has read, and after this the blocks may change.
+            rows[each, end] = Row(state.STOPPING, (effect.CLEAR_STAMP, effect.STOP_COPY))
     # The end is sent when our copies are quiet, not before: the target takes it as the promise that nothing more is written.
     for end, final in _QUIET_SOURCE.items():
         rows[state.STOPPING, end] = Row(final, (effect.SEND_END, effect.RETURN_BLOCKS))
@@ -323,6 +336,12 @@ def _target() -> TargetTable:
         # The question goes out after the last byte; an answer that comes before it was asked (FILLING) is late.
         (state.FILLING, event.FILLED): Row(state.CONFIRMING, (effect.ASK_CONFIRMATION,)),
         (state.CONFIRMING, event.CONFIRMED): deliver,
+        # Nothing is asked where the stamp of a source of this host stands behind the last byte: that is the same answer. Where
+        # it waits for checksums of the source, it is waited for as an answer would be, and asked for if it does not come.
+        (state.FILLING, event.STAMPED): deliver,
+        (state.FILLING, event.AHEAD): Row(state.CONFIRMING),
+        (state.CONFIRMING, event.STAMPED): deliver,
+        (state.CONFIRMING, event.FILLED): Row(state.CONFIRMING, (effect.ASK_CONFIRMATION,)),
         (state.FILLING, event.WRITTEN): deliver,
         (state.FILLING, event.MISMATCHED): stop,
         (state.CONFIRMING, event.MISMATCHED): stop,
@@ -347,7 +366,7 @@ def _target() -> TargetTable:
     # Late: a message that crossed ours, was delivered twice, or is about something that has been decided since.
     late = {(each, other) for each in closing for other in event if (each, other) not in rows}
     late |= {(each, event.CONFIRMED) for each in (state.GRANTED, state.FILLING, state.CLEARING)}
-    late |= {(state.CONFIRMING, event.ANNOUNCED), (state.CONFIRMING, event.FILLED)}
+    late.add((state.CONFIRMING, event.ANNOUNCED))
     terminal = frozenset(_QUIET_TARGET.values()) | {state.DELIVERED}
     return Table("target", state.QUEUED, rows, terminal, frozenset(late))
 

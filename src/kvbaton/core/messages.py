@@ -20,6 +20,7 @@ from kvbaton.core.aux_area import AuxPointer
 from kvbaton.core.card import PROTOCOL, Card
 from kvbaton.core.checks import SpanSum
 from kvbaton.core.handoff import Aux, AuxChannel, Executor, HandoffKey, Incarnation, Integrity, Mode, Outcome, Span
+from kvbaton.core.stamps import Stamp
 from kvbaton.errors import ProtocolError
 
 __all__ = [
@@ -111,7 +112,8 @@ class Grant(msgspec.Struct, frozen=True, tag="grant", gc=False):
     from 1, and is used up by the source (core/grants.py). `prompt` is a digest of the prompt. `blocks` is empty unless the
     source is to write. `integrity` is how much of the cache the source is to sum, `aux_channel` how the aux record travels.
     `tokens` is the length of the whole prompt, 0 where it is unknown. `counts_arrivals` states that the target counts by itself
-    what the source writes: the source then confirms how much that is as soon as all of it is on its way.
+    what the source writes: the source then confirms how much that is as soon as all of it is on its way. `reads_stamps` states
+    that the target can look at the stamps of the source (core/stamps.py).
     """
 
     key: HandoffKey
@@ -127,6 +129,7 @@ class Grant(msgspec.Struct, frozen=True, tag="grant", gc=False):
     aux_channel: AuxChannel = AuxChannel.CONTROL
     tokens: Number = 0
     counts_arrivals: bool = False
+    reads_stamps: bool = False
 
 
 class Announced(msgspec.Struct, frozen=True, tag="announced", gc=False):
@@ -142,7 +145,9 @@ class Announced(msgspec.Struct, frozen=True, tag="announced", gc=False):
 class Prefilled(msgspec.Struct, frozen=True, tag="prefilled", gc=False):
     """Source to target: the prefill is complete; there are `span_count` spans over `tokens` tokens.
 
-    `held_s` is how long the source has held the complete cache, for the timeline.
+    `held_s` is how long the source has held the complete cache, for the timeline. As long as `stamp` stands, the blocks hold
+    this generation. `sums` go with a stamp, where the grant asked for checksums: those of every span of every rank. With
+    `sums_follow` both come with the same message once more.
     """
 
     key: HandoffKey
@@ -151,6 +156,9 @@ class Prefilled(msgspec.Struct, frozen=True, tag="prefilled", gc=False):
     span_count: Number
     tokens: Number
     held_s: Seconds
+    stamp: Stamp | None = None
+    sums: tuple[SpanSum, ...] = ()
+    sums_follow: bool = False
 
 
 class AuxSent(msgspec.Struct, frozen=True, tag="aux", gc=False):
@@ -194,10 +202,14 @@ class Confirmed(msgspec.Struct, frozen=True, tag="confirmed", gc=False):
 
 
 class Release(msgspec.Struct, frozen=True, tag="release", gc=False):
-    """Target to source: delivered; the source's blocks are not needed any more."""
+    """Target to source: delivered; the source's blocks are not needed any more.
+
+    `stamp` is the one that stood when everything was in; 0 where the source has confirmed it in a message.
+    """
 
     key: HandoffKey
     grant: Number
+    stamp: Number = 0
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop", gc=False):

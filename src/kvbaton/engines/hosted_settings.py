@@ -13,7 +13,7 @@ from typing import ClassVar
 import msgspec
 
 from kvbaton.config import CLUSTER_KEY_VARIABLE, HandoffSettings, Limits, Trust, nearest_known, parse_trust
-from kvbaton.core.handoff import Integrity, Mode
+from kvbaton.core.handoff import Confirmation, Integrity, Mode
 from kvbaton.discovery.announcer import DEFAULT_HEARTBEAT_S, LONGEST_HEARTBEAT_S
 from kvbaton.discovery.messages import check_http_address
 from kvbaton.engines.instance import AgentSettings
@@ -40,6 +40,7 @@ class HostedSettings(msgspec.Struct, frozen=True, kw_only=True):
     poison:           fill blocks with a pattern before they are handed over, so that a missing byte shows
     unfenced_writes:  in push, let sources write into targets, over nixl, mooncake or mori; nothing can take that right back
     fenced_writes:    in push, let sources write into targets, over tcp; the target can take that right back
+    confirmation:     stamp: targets on the host of their source look whether what they have read still holds; message: they ask
     """
 
     where: ClassVar[str]
@@ -61,6 +62,7 @@ class HostedSettings(msgspec.Struct, frozen=True, kw_only=True):
     poison: bool = False
     unfenced_writes: bool = False
     fenced_writes: bool = False
+    confirmation: Confirmation = Confirmation.STAMP
 
     @property
     def handoff(self) -> HandoffSettings:
@@ -70,6 +72,7 @@ class HostedSettings(msgspec.Struct, frozen=True, kw_only=True):
             integrity=self.integrity,
             unfenced_writes=self.unfenced_writes,
             fenced_writes=self.fenced_writes,
+            confirmation=self.confirmation,
         )
 
     def agents_at(self, host: str, port: int, limits: Limits, *, drop_writes: bool) -> AgentSettings:

@@ -18,6 +18,7 @@ from pathlib import Path
 from kvbaton.agent.driver import Driver
 from kvbaton.agent.rank_sets import LocalRanks
 from kvbaton.agent.sockets import ControlSockets
+from kvbaton.agent.stamps import open_stamps
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits, Trust
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import Card, RankCard, make_card
@@ -137,7 +138,7 @@ def open_driver(
         limits = limits or agents.limits
         unfenced = agents.handoff.unfenced_writes
         ranks = LocalRanks(layout, transport, limits.transfer_timeout, region.accessor(), unfenced_writes=unfenced)
-        driver = Driver(card, ranks, limits, sockets, news, agents.handoff, observe)
+        driver = Driver(card, ranks, limits, sockets, news, agents.handoff, observe, stamps=open_stamps())
         opened.pop_all()
     return driver
 

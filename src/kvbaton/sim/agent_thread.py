@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from kvbaton.agent.bell import SOON_S
 from kvbaton.agent.coordinator import Coordinator
 from kvbaton.agent.driver import Driver
 from kvbaton.sim.world import SimProcess, World
@@ -31,14 +32,18 @@ _FAILED_S = 0.05
 class ThreadBell:
     """Wakes the thread instead of a file descriptor."""
 
-    fd = -1
+    fds = ()
 
-    def __init__(self, wake: Callable[[], None]) -> None:
+    def __init__(self, wake: Callable[[float], None]) -> None:
         self._wake = wake
 
     def set(self) -> None:
-        """Have a turn soon."""
-        self._wake()
+        """Have a turn."""
+        self._wake(0.0)
+
+    def set_soon(self) -> None:
+        """Have a turn when the bell of production rings at the latest."""
+        self._wake(SOON_S)
 
     def clear(self) -> None:
         """Nothing waits to be noticed: a turn takes all that has come."""
@@ -91,9 +96,9 @@ class AgentThread:
         self._turn_at = float("inf")
         self._is_stepping = False
 
-    def wake(self) -> None:
+    def wake(self, after_s: float = 0.0) -> None:
         """Something has come: have a turn soon."""
-        self._have_turn(self._world.now + self._world.random.uniform(0.0, _LATE_S))
+        self._have_turn(self._world.now + after_s + self._world.random.uniform(0.0, _LATE_S))
 
     def news(self) -> None:
         """There are events, or the engine may be asleep: have it take a step soon."""

@@ -23,6 +23,7 @@ from kvbaton.sim.peer_drills import PEERS
 from kvbaton.sim.rank_drills import RANKS
 from kvbaton.sim.script import Fault, FaultKind, Script, make_script
 from kvbaton.sim.source_drills import SOURCES
+from kvbaton.sim.stamp_drills import STAMPS
 from kvbaton.sim.target_drills import TARGETS
 from kvbaton.sim.timely_drills import TIMELY
 from kvbaton.sim.vllm_script import make_vllm_script
@@ -37,6 +38,7 @@ __all__ = [
     "RANKS",
     "SCENES",
     "SOURCES",
+    "STAMPS",
     "TARGETS",
     "TIMELY",
     "drill_of_seed",
@@ -52,7 +54,7 @@ _STRAY_FRAMES = frozenset({FaultKind.REPLAY, FaultKind.TWIN, FaultKind.BAD_GRANT
 
 def script_of_seed(seed: int) -> Script:
     """The run of a seed; the same on every machine."""
-    return _with_sockets(_script_of_seed(seed))
+    return _with_stamps(_with_sockets(_script_of_seed(seed)))
 
 
 def _script_of_seed(seed: int) -> Script:
@@ -84,6 +86,12 @@ def _with_sockets(script: Script) -> Script:
     return msgspec.structs.replace(script, has_sockets=True)
 
 
+def _with_stamps(script: Script) -> Script:
+    """Let targets of one host look at stamps in two thirds of the runs; in one third a source has but one of them."""
+    slots = random.Random(f"stamps {script.seed}").choice((0, 1, 64))
+    return script if script.stamp_slots or not script.one_host else msgspec.structs.replace(script, stamp_slots=slots)
+
+
 def drill_of_seed(seed: int) -> str:
     """Which drill the run of a seed is; "random" for none."""
     if _has_engines(seed):
@@ -108,7 +116,7 @@ def _drills_of(seed: int) -> tuple[Drill, ...]:
     """Of 32 seeds in a row: so many for each list that no drill has far fewer seeds than others."""
     place = seed % 32
     if place in (5, 15, 21):
-        return NOTICES + RANKS + TIMELY
+        return NOTICES + RANKS + TIMELY + STAMPS
     if place in (8, 31):
         return PEERS + TARGETS
     if place == 17:

@@ -174,5 +174,7 @@ def _left(record: TargetRecord) -> Iterator[str]:
         yield f"{record.unsummed}, {record.summing}, {record.sums}, {record.source_sums} are or will be summed"
     if record.span_count is not None or record.aux is not None or record.aux_pointer is not None:
         yield f"{record.span_count} spans are counted, and the aux record is {record.aux or record.aux_pointer}"
+    if record.stamp is not None or record.sums_follow:
+        yield f"it counts as confirmed by {record.stamp}, or will ({record.sums_follow})"
     if record.is_confirmed or record.written_bytes is not None or record.arrived_bytes:
         yield f"it is confirmed ({record.is_confirmed}), {record.arrived_bytes} of {record.written_bytes} bytes have come"

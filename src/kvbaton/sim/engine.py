@@ -347,7 +347,6 @@ class SourceEngine(_Twin):
     def _finish_later(self, request: Prefill, attempt: int) -> None:
         if request.is_running and request.attempt == attempt:
             self._finish(request)
-            self.wake_agents()
 
     def _finish(self, request: Prefill) -> None:
         prompt = request.prompt
@@ -359,6 +358,7 @@ class SourceEngine(_Twin):
         self.watch.computes(prompt.key, is_complete=True)
         self.port.offer(Offer(prompt.key, (tuple(request.blocks),), prompt.tokens, aux))
         request.answer()
+        self.wake_agents()
 
     def _free(self, request: Prefill) -> None:
         for block in request.blocks:

@@ -13,14 +13,9 @@ from kvbaton.transport.base import LateWrites
 
 __all__ = ["FLOWS", "flow_script", "flow_scripts", "makes_difference", "single_faults"]
 
-FLOWS: dict[str, tuple[Mode, LateWrites, bool, float, int]] = {
-    f"{mode}, {kind}{', writes' if writes else ''}, target {when}, {ranks} rank{'s' if ranks > 1 else ''}": (
-        mode,
-        kind,
-        writes,
-        delay,
-        ranks,
-    )
+FLOWS: dict[str, tuple[Mode, LateWrites, bool, float, int, bool]] = {
+    f"{mode}, {kind}{', writes' if writes else ''}, target {when}, {ranks} rank{'s' if ranks > 1 else ''}"
+    f"{', stamps' if stamps else ''}": (mode, kind, writes, delay, ranks, stamps)
     for mode in Mode
     for kind, writes in (
         (LateWrites.IMPOSSIBLE, False),
@@ -30,9 +25,12 @@ FLOWS: dict[str, tuple[Mode, LateWrites, bool, float, int]] = {
     )
     for when, delay in (("first", 0.0), ("during prefill", 0.005), ("after prefill", 0.1))
     for ranks in (1, 2)
+    for stamps in (False, True)
     if mode is Mode.PUSH or (when == "first" and not writes)
+    if not stamps or kind is LateWrites.IMPOSSIBLE
 }
-"""Name -> (mode, promise about late writes, unfenced writes allowed, when the target gets the request, ranks)."""
+"""Name -> (mode, promise about late writes, unfenced writes allowed, when the target gets the request, ranks, whether the
+target looks at stamps, which it does where it reads)."""
 
 _LONG_S = 9.0
 
@@ -42,13 +40,13 @@ def flow_script(name: str) -> Script:
 
     With several ranks everything is checked with checksums and aux records travel by data, with one neither.
     """
-    mode, late_writes, writes, delay, ranks = FLOWS[name]
+    mode, late_writes, writes, delay, ranks, stamps = FLOWS[name]
     request = RequestScript(0.0, 0, 0, 3, 2, mode, prefix=0, shared=1, decode_delay_s=delay, retries=1)
     return Script(
         seed=1,
         late_writes=late_writes,
         unfenced_writes=writes,
-        one_host=False,
+        one_host=stamps,
         ranks=ranks,
         layers=2,
         prefills=1,
@@ -60,6 +58,7 @@ def flow_script(name: str) -> Script:
         move_s=0.002,
         integrity=Integrity.FULL if ranks > 1 else Integrity.OFF,
         aux_channel=AuxChannel.DATA if ranks > 1 else AuxChannel.CONTROL,
+        stamp_slots=1 if stamps else 0,
     )
 
 

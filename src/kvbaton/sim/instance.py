@@ -118,6 +118,7 @@ from kvbaton.sim.records import (
 )
 from kvbaton.sim.script import VllmScript
 from kvbaton.sim.source_watch import SourceWatch
+from kvbaton.sim.stamps import Boards, SimStamps, stamp_problems
 from kvbaton.sim.stray_calls import StrayCalls
 from kvbaton.sim.strays import (
     asked_anyhow,
@@ -185,6 +186,7 @@ class Bugs:
     sockets: type[WatchedSockets] = WatchedSockets
     source_engine: type[SourceEngine] = SourceEngine
     target_engine: type[TargetEngine] = TargetEngine
+    stamps: type[SimStamps] = SimStamps
     embedded: EmbeddedClasses = EMBEDDED
     vllm: VllmClasses = VLLM
 
@@ -232,7 +234,12 @@ class Cluster:
     processes: dict[int, SimProcess] = field(default_factory=dict)
     confirmed: set[tuple[str, HandoffKey, int]] = field(default_factory=set)
     released: set[tuple[str, HandoffKey, int]] = field(default_factory=set)
-    """Target, key and grant of every `Confirmed` and `Release` that was ever sent."""
+    """Target, key and grant of every `Confirmed` and `Release` that was ever sent; confirmed is what has shown a stamp, too."""
+    boards: Boards = field(default_factory=Boards)
+    stamped: dict[tuple[str, HandoffKey, int], int] = field(default_factory=dict)
+    """By target, key and grant: the stamp that its first release names."""
+    born: dict[Incarnation, SimInstance] = field(default_factory=dict)
+    """Every instance that there ever was."""
     births: int = 0
     watch: Watch = field(init=False)
 
@@ -385,6 +392,7 @@ class SimInstance:
         self.process = SimProcess(f"{address}#{cluster.births}", clock)
         cluster.processes[cluster.births] = self.process
         self.incarnation = Incarnation(f"{address}#{cluster.births}")
+        cluster.born[self.incarnation] = self
         self.dialled: set[str] = set()
         self.unanswered: set[str] = set()
         """Addresses that were dialled, and from which no card or refusal has come since."""
@@ -484,6 +492,7 @@ class SimInstance:
         if cluster.rank_lag_s:
             self._start_ranks(reports)
         card = self._make_card(pid, layouts)
+        self._stamps = cluster.bugs.stamps(cluster.boards, self.incarnation, self.process)
         self.engine = self._make_engine(memories, cache)
         self.engine.executor = self.agents[0].executor
         self.engine.is_checked = cluster.settings.integrity is Integrity.FULL
@@ -500,6 +509,7 @@ class SimInstance:
                 self._raise,
                 cluster.settings,
                 self._note,
+                self._stamps,
             )
         worth = size_worth_summing(rank.layout for rank in card.ranks)
         sizes = {"source": worth, "target": worth * (ONE_IN if cluster.settings.integrity is Integrity.SAMPLED else 1)}
@@ -680,6 +690,7 @@ class SimInstance:
             sockets,
             thread.news,
             cluster.settings,
+            stamps=self._stamps,
             clock=self.local_now,
             bell=ThreadBell(thread.wake),
             coordinator=cluster.bugs.coordinator,
@@ -761,12 +772,14 @@ class SimInstance:
             self._notices.sent(message.key, self.local_now())
         elif isinstance(message, ConfirmAsk):
             self._check_moved(message)
+            self._check_unstamped(message)
         elif isinstance(message, Confirmed):
             self._check_moved(message)
             self.cluster.confirmed.add((recipient, message.key, message.grant))
         elif isinstance(message, Release):
             self._check_whole(message)
             self.cluster.released.add((self.incarnation, message.key, message.grant))
+            self._note_stamp(message)
             if (self.incarnation, message.key, message.grant) not in self.cluster.confirmed:
                 self.cluster.world.violate("confirmed before delivered", f"{self.process.name}: {message}")
 
@@ -1055,6 +1068,39 @@ class SimInstance:
             detail = f"{self.process.name}: {done} of {len(record.spans)} spans are moved: {message}"
             self.cluster.world.violate("confirmed after the last byte", detail)
 
+    def _note_stamp(self, release: Release) -> None:
+        """What is released by its stamp counts as confirmed if its source could confirm it at this moment."""
+        record = self.coordinator.target.live.get(release.key)
+        about = self.incarnation, release.key, release.grant
+        if not release.stamp or record is None or record.grant != release.grant:
+            if self.cluster.stamped.get(about, 0) != release.stamp:
+                self._find("as set", f"stamp {self.cluster.stamped.get(about, 0)} was seen: {release}")
+            return
+        self.cluster.stamped[about] = release.stamp
+        source = self._source_of(record)
+        holds = source is not None and source.state is SourceState.SERVING and source.generation == record.generation
+        if holds and record.source is not None and self.cluster.boards.shows(record.source, release.stamp):
+            self.cluster.confirmed.add(about)
+
+    def _source_of(self, record: TargetRecord) -> SourceRecord | None:
+        """The other side of a hand-off under the grant in hand, if its process lives."""
+        instance = None if record.source is None else self.cluster.born.get(record.source)
+        is_alive = instance is not None and instance.process.is_alive
+        source = instance.coordinator.source.live.get(record.key) if instance is not None and is_alive else None
+        is_other = source is not None and (source.target, source.grant_number) == (self.incarnation, record.grant)
+        return source if is_other else None
+
+    def _check_unstamped(self, ask: ConfirmAsk) -> None:
+        """No source is asked while its stamp stands and is known: it can be looked at."""
+        record = self.coordinator.target.live.get(ask.key)
+        source = None if record is None or record.grant != ask.grant else self._source_of(record)
+        if record is not None and record.sums_follow:
+            limits = self.cluster.limits
+            if record.retry.wait_s <= limits.retry < limits.beat_s:
+                self._find("no needless message", f"its stamp follows by itself, and is not waited for: {ask}")
+        elif source is not None and source.stamp is not None:
+            self._find("no needless message", f"{source.stamp} stands: {ask}")
+
     def _check_needed(self, grant: Grant) -> None:
         """A grant is repeated to have something sent again: not when everything has been sent."""
         record = self.coordinator.target.live.get(grant.key)
@@ -1322,6 +1368,9 @@ class SimInstance:
 
     def _raise(self, event: EngineEvent) -> None:
         self._events.append(event)
+        if isinstance(event, SourceEnded):
+            for problem in stamp_problems(self.cluster.boards, self.incarnation, self.coordinator.source, len(self.agents)):
+                self._find("counts agree", f"when {event} is raised: {problem}")
         self._engine_watch.on_event(event)
 
     def _note(self, note: Note) -> None:
@@ -1381,6 +1430,8 @@ class SimInstance:
             self._find("nothing kept", problem)
         if problem := self._reactions.unanswered():
             self._find("taken", problem)
+        for problem in stamp_problems(self.cluster.boards, self.incarnation, source, len(self.agents)):
+            self._find("counts agree", problem)
         if self.gone and not self.cluster.most_peers:
             for problem in gone_problems(self.coordinator, self.gone):
                 self._find("taken", problem)

@@ -261,6 +261,8 @@ class QuestionWatch:
         self._patient_s = 2 * limits.beat_s * 1.05 + limits.retry
         self._still_s = _STOOD_STILL * limits.beat_s
         self._asked_at: dict[HandoffKey, float] = {}
+        self._awaited_since: dict[tuple[HandoffKey, int, int], float] = {}
+        """By key, grant and generation: since when everything is in but a stamp that waits for checksums."""
         self._received_at: dict[Incarnation, float] = {}
         self._looked_at = self._since = 0.0
 
@@ -283,6 +285,9 @@ class QuestionWatch:
         for key, record in self._live.items():
             if record.state in _ASKING and record.grant and record.source is not None:
                 last = max(self._asked_at.get(key, now), self._received_at.get(record.source, 0.0), self._since)
+                if record.sums_follow:
+                    # It is asked about what does not come by itself.
+                    last = max(last, self._awaited_since.setdefault((key, record.grant, record.generation), now))
                 if now - last > self._patient_s:
                     yield f"{key} is {record.state}, and for {now - last:.3f} s its source is not asked again"
 

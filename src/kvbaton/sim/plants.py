@@ -43,6 +43,7 @@ from kvbaton.sim.instance import Bugs
 from kvbaton.sim.plant_rows import with_rows
 from kvbaton.sim.socket_plants import socket_plants
 from kvbaton.sim.source_plants import source_plants
+from kvbaton.sim.stamp_plants import OfTheDead, stamp_plants
 from kvbaton.sim.transport import SimRank
 from kvbaton.sim.vllm_plants import vllm_plants
 from kvbaton.transport.base import Completion
@@ -711,6 +712,9 @@ def _plants() -> Iterator[tuple[str, str, str, Bugs]]:
     yield "tickets-kept", "batches remembered for ever", "nothing kept", Bugs(rank=_TicketsKept)
     for name, mistake, rule, source in source_plants():
         yield name, mistake, rule, _sides(source=source)
+    for name, mistake, rule, source, target in stamp_plants():
+        yield name, mistake, rule, _sides(source, target)
+    yield "stamp-of-the-dead", "stamp of a dead process taken", "confirmed before delivered", Bugs(stamps=OfTheDead)
     for name, mistake, rule, classes in engine_plants():
         yield name, mistake, rule, Bugs(embedded=classes)
     for name, mistake, rule, vllm in vllm_plants():

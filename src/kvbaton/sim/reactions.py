@@ -105,7 +105,7 @@ def target_place(record: TargetRecord | None) -> tuple[object, ...]:
     if record is None:
         return ()
     counts = (len(record.spans), record.span_count, len(record.source_sums), len(record.open_copies))
-    flags = (record.aux is None, record.aux_pointer is None, record.is_confirmed, record.peer_is_quiet)
+    flags = (record.aux is None, record.aux_pointer is None, record.is_confirmed, record.peer_is_quiet, record.sums_follow)
     kept = (record.give_up_at, record.early_confirmed)
     return record.state, record.source, record.grant, record.generation, *kept, *counts, *flags
 
@@ -406,7 +406,8 @@ class Reactions:
 
     def _on_release(self, sender: Incarnation, release: Release) -> Check:
         record = self._owned(sender, release.key, release.grant)
-        if record is None or not record.is_confirmed:
+        has_seen = record is not None and record.stamp is not None and record.stamp.value == release.stamp
+        if record is None or not (record.is_confirmed or has_seen):
             return self._unchanged(release.key, release)
         is_serving = record.state is SourceState.SERVING
         is_again, late = record.is_released, self._source.late_total["release"]
@@ -660,7 +661,11 @@ class Reactions:
                     is_taken = record.generation == message.generation and record.span_count is not None
                     # One of another length is not what was asked for, and ends it.
                     is_taken = is_taken and record.allocation is not None and record.allocation.tokens == message.tokens
-                    if is_new and record.give_up_at < self._clock() + self._limits.transfer_timeout - _SMALL_S:
+                    if (
+                        is_new
+                        and state not in _CLOSING
+                        and record.give_up_at < self._clock() + self._limits.transfer_timeout - _SMALL_S
+                    ):
                         return TAKEN, f"the prefill is complete, and that is no progress: {message}"
                     if early is not None and (early.generation, early.span_count) == (message.generation, message.span_count):
                         is_taken = is_taken and record.is_confirmed

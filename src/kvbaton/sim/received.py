@@ -12,6 +12,7 @@ from kvbaton.agent.target import TargetRecord
 from kvbaton.core.handoff import HandoffKey, Incarnation, Span
 from kvbaton.core.lifecycle import TargetState
 from kvbaton.core.messages import Announced, AuxSent, Confirmed, Message, Prefilled
+from kvbaton.core.stamps import Stamp
 
 __all__ = ["Received"]
 
@@ -29,6 +30,8 @@ class Received:
         self._spans: dict[_Generation, set[Span]] = {}
         self._counts: set[tuple[_Generation, int]] = set()
         self._confirmed: set[_Generation] = set()
+        self._stamps: set[tuple[_Generation, Stamp]] = set()
+        self._summed: set[_Generation] = set()
 
     def take(self, sender: Incarnation, message: Message) -> None:
         """A message has arrived."""
@@ -36,9 +39,16 @@ class Received:
             generation = sender, message.key, message.grant, message.generation
             self._spans.setdefault(generation, set()).update(message.spans)
         elif isinstance(message, Prefilled):
-            self._counts.add(((sender, message.key, message.grant, message.generation), message.span_count))
+            generation = sender, message.key, message.grant, message.generation
+            self._counts.add((generation, message.span_count))
+            if message.stamp is not None:
+                self._stamps.add((generation, message.stamp))
+            if message.sums:
+                self._summed.add(generation)
         elif isinstance(message, Confirmed):
-            self._confirmed.add((sender, message.key, message.grant, message.generation))
+            generation = sender, message.key, message.grant, message.generation
+            self._confirmed.add(generation)
+            self._summed.add(generation)
         elif isinstance(message, AuxSent):
             self._aux.add((sender, message.key, message.grant))
 
@@ -55,7 +65,11 @@ class Received:
         if record.spans and not self._spans.get(generation, _NO_SPANS).issuperset(record.spans.values()):
             unknown = set(record.spans.values()) - self._spans.get(generation, _NO_SPANS)
             yield f"{unknown} count as announced"
-        if (record.is_confirmed or record.source_sums) and generation not in self._confirmed:
+        if record.is_confirmed and generation not in self._confirmed:
             yield "it counts as confirmed"
+        if record.source_sums and generation not in self._summed:
+            yield f"{record.source_sums} are the sums of its source"
+        if record.stamp is not None and (generation, record.stamp) not in self._stamps:
+            yield f"{record.stamp} is that of its source"
         if record.aux is not None and generation[:3] not in self._aux:
             yield "its aux record is here"

@@ -205,9 +205,13 @@ def _target_problems(record: TargetRecord, ranks: int, is_summed: bool, sum_size
                 yield f"{numbers} are in on rank {rank}, are worth an order, and are not being summed"
     if record.unsummed and any(not spans >= set(numbers) for numbers in record.unsummed.values()):
         yield f"{record.unsummed} are to be summed, of {list(spans)}"
+    elif record.unsummed_size:
+        sizes = {rank: sum(span_size(record.spans[each]) for each in numbers) for rank, numbers in record.unsummed.items()}
+        if sizes != record.unsummed_size:
+            yield f"{record.unsummed_size} are to be summed, and {record.unsummed} are {sizes}"
     if (record.sums or record.summing) and not {span for _, span in record.sums} <= record.summing <= spans:
         yield f"{sorted(record.sums)} are summed, of {sorted(record.summing)} of {list(spans)}"
-    if (record.source_sums or record.is_confirmed) and record.span_count is None:
+    if (record.source_sums or record.is_confirmed or record.stamp or record.sums_follow) and record.span_count is None:
         yield "what was confirmed is void, and still counts"
     blocks = sum(map(len, record.allocation.blocks)) if record.allocation is not None and state in _CLOSING else 0
     if record.quarantined != blocks:
@@ -231,6 +235,10 @@ def _target_problems(record: TargetRecord, ranks: int, is_summed: bool, sum_size
             yield f"it has got to {_TARGET_STAGES[state], done}, and {record.furthest} is remembered"
     if state is TargetState.CONFIRMING and (record.span_count is None or moved != ranks * record.span_count):
         yield f"{moved} of {record.span_count} spans are in on {ranks} ranks, and the source is asked about them"
+    if state is TargetState.CONFIRMING and record.stamp is not None:
+        yield f"{record.stamp} is known, and it was not looked at, or it does not stand"
+    if record.sums_follow and (record.stamp is not None or record.source_sums):
+        yield f"{record.stamp} and {record.source_sums} are here, and counted as to come"
     # What has to follow from counts, and has not.
     if state is TargetState.FILLING:
         if record.span_count is not None and record.aux is not None:

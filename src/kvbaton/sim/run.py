@@ -161,6 +161,7 @@ class Run:
             executor=_executor(script),
             may_reset=_may_reset(script, limits),
             declined_within_s=_declined_within_s(script, limits),
+            reads_stamps=script.one_host and script.stamp_slots > 0,
         )
         self.cluster.has_driver = script.has_driver
         self.cluster.wires = Wires(self.world, network) if script.has_sockets else None
@@ -172,6 +173,7 @@ class Run:
         self.cluster.most_peers = script.most_peers
         self.cluster.most_parked = script.most_parked
         self.cluster.few_cells = script.few_cells
+        self.cluster.boards.slots = script.stamp_slots if script.one_host else 0
         fabric.is_plain = script.is_plain
         fabric.batch_bytes = script.few_cells or BATCH_BYTES
         self.cluster.without_area, self.cluster.strangers = script.without_area, script.strangers

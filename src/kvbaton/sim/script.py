@@ -270,6 +270,8 @@ class Script(msgspec.Struct, frozen=True):
     joins_messages: bool = False
     """Whether messages that leave at the same moment travel in one frame, which is lost, doubled and delayed as one."""
 
+    stamp_slots: int = 0
+    """How many stamps a source can show its targets at a time, which need to be on one host for it; 0 for none."""
     caches: tuple[CacheScript, ...] = ()
     """One per address where instances run the engine of production, under its driver; all requests have one mode."""
     loads: tuple[LoadScript, ...] = ()

@@ -29,7 +29,7 @@ from kvbaton.agent.source import SourceRecord
 from kvbaton.agent.target import TargetRecord
 from kvbaton.config import Limits
 from kvbaton.core.aux_area import AuxPointer, pack_aux, point_at
-from kvbaton.core.handoff import AuxChannel, HandoffKey, Outcome, Span
+from kvbaton.core.handoff import AuxChannel, HandoffKey, Integrity, Outcome, Span
 from kvbaton.core.lifecycle import SourceState, TargetState
 from kvbaton.core.messages import Announced, AuxSent, Confirmed, Message, Over, Prefilled, Refused, Stopped
 from kvbaton.core.timeline import Note, Side, Stage
@@ -234,6 +234,14 @@ class SourceWatch:
                 tokens = None if record.offer is None else record.offer.tokens
                 if (message.span_count, message.tokens) != (count, tokens) or abs(message.held_s - held_s) > _SMALL_S:
                     return f"{count} spans of {tokens} tokens are held for {held_s} s: {message}"
+                if message.stamp != record.stamp:
+                    return f"its stamp is {record.stamp}: {message}"
+                is_read = record.grant is not None and record.grant.reads_stamps and not record.writes
+                if message.sums_follow != (is_read and not self._is_summed(record)):
+                    return f"{len(record.sums)} sums of {count} spans are there: {message}"
+                sums = {} if record.stamp is None else sums_by_leg(record.sums)
+                if {(each.leg, each.span): each.value for each in message.sums} != sums:
+                    return f"the sums that go with its stamp are {sums}: {message}"
                 if self._has_notes and (key, Stage.PREFILLED, 0, 0, 0, 0) not in self._noted:
                     return f"not noted: {message}"
             case Confirmed():
@@ -246,6 +254,10 @@ class SourceWatch:
                 if not self._is_noted(key, Stage.CONFIRMED):
                     return f"not noted: {message}"
         return ""
+
+    def _is_summed(self, record: SourceRecord) -> bool:
+        ranks = len(self._coordinator.card.ranks)
+        return record.integrity is Integrity.OFF or len(record.sums) == ranks * len(record.spans)
 
     def _aux_problem(self, message: AuxSent) -> str:
         if (message.aux is None) is (message.pointer is None):

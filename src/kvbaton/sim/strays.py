@@ -80,7 +80,8 @@ def asked_anyhow(message: Message, rng: random.Random) -> ConfirmAsk | Release |
     if isinstance(message, Announced | Prefilled | Confirmed) and message.grant:
         step = rng.choice((-1, 0, 0, 1, 2))
         if step > 1:
-            return None if isinstance(message, Confirmed) else Release(message.key, message.grant)
+            # With the number of a stamp that no source ever shows, as with none.
+            return None if isinstance(message, Confirmed) else Release(message.key, message.grant, message.generation)
         generation = message.generation + step
         return ConfirmAsk(message.key, message.grant, generation) if generation > 0 else None
     return None

@@ -101,6 +101,7 @@ class Watch:
         executor: Executor,
         may_reset: bool,
         declined_within_s: float,
+        reads_stamps: bool,
     ) -> None:
         self._world = world
         self._settings = settings
@@ -110,6 +111,7 @@ class Watch:
         self._is_calm = is_calm
         self._patient_s = _ANSWER_S + slowest_s
         self._executor = executor
+        self._reads_stamps = reads_stamps
         self._may_reset = may_reset
         self._declined_within_s = declined_within_s
         self._is_undisturbed = is_prompt
@@ -124,6 +126,7 @@ class Watch:
         """Of each instance, the highest epoch of its grants."""
         self._waiting: dict[HandoffKey, _Waiting] = {}
         self._sent: Counter[tuple[object, ...]] = Counter()
+        self._following: set[tuple[object, ...]] = set()
         self._announced: set[tuple[str, HandoffKey, Span]] = set()
         self._sent_at: dict[tuple[object, ...], float] = {}
         self._questions: Counter[str] = Counter()
@@ -206,8 +209,13 @@ class Watch:
             # Two requests of one key may be declined one after the other: the one with its prompt, the other with its whole id.
             about = (name, message if isinstance(message, Grant) else (kind, key, grant, getattr(message, "prompt", "")))
             self._check_wait(about, local_s, self._limits.retry, message)
-        elif kind in _ASKED and self._sent[kind, key, grant] > self._sent[_ASKED[kind], key, grant]:
-            self._world.find("no needless message", f"{name} answers more often than it is asked: {message}")
+        elif kind in _ASKED:
+            if isinstance(message, Prefilled) and message.sums_follow:
+                self._following.add((key, grant))
+            # Another one brings the sums that the first one has promised.
+            following = kind is Prefilled and (key, grant) in self._following
+            if self._sent[kind, key, grant] > self._sent[_ASKED[kind], key, grant] + following:
+                self._world.find("no needless message", f"{name} answers more often than it is asked: {message}")
         elif isinstance(message, Announced):
             for span in message.spans:
                 self._sent[span, key, grant, message.generation] += 1
@@ -243,8 +251,8 @@ class Watch:
         has_areas = self._areas.issuperset((name.partition("#")[0], peer))
         channel = self._settings.aux_channel if has_areas else AuxChannel.CONTROL
         executor = self._executor if grant.mode is Mode.PUSH else Executor.TARGET_READS
-        set_up = (self._settings.integrity, channel, executor)
-        if (grant.integrity, grant.aux_channel, grant.executor) != set_up:
+        set_up = (self._settings.integrity, channel, executor, self._reads_stamps)
+        if (grant.integrity, grant.aux_channel, grant.executor, grant.reads_stamps) != set_up:
             self._world.find("as set", f"{name}: {set_up} is set: {grant}")
 
     def on_dialled(self, name: str, address: str, local_s: float) -> None:

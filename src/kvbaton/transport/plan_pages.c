@@ -14,15 +14,17 @@ struct page {
     int64_t target, source, number;
 };
 
-/* Write the runs of `count` pages to `out`, three numbers each: tokens `first` up to `end`, counted from the first page on. Returns
-   how many runs. 0, and nothing counts, where there are more than `most_runs`, or where a block is named twice or does not exist:
-   that is left to those who can name what is wrong. */
-int64_t plan_pages(const void *table, const int64_t *sources, const int64_t *targets, int64_t count, int64_t first, int64_t end,
-                   int64_t *out, int64_t most_runs) {
+/* Write the runs of some pages to `out`, three numbers each. Returns how many runs. 0, and nothing counts, where there are more than
+   `most_runs`, or where a block is named twice or does not exist: that is left to those who can name what is wrong. What is asked for
+   is one list of numbers, because the caller pays for every argument: how many pages, the first token and the end, counted from the
+   first page on; then the blocks at the source, and those at the target. */
+int64_t plan_pages(const void *table, const int64_t *asked, int64_t *out, int64_t most_runs) {
     const struct piece *piece = table;
     struct page pages[MOST_PAGES];
+    int64_t count = asked[0], first = asked[1], end = asked[2];
     int64_t runs[MOST_PAGES][3], run_count = 0, size = piece->block_tokens;
     if (count < 1 || count > MOST_PAGES || first < 0 || first >= end || end > count * size) return 0;
+    const int64_t *sources = asked + 3, *targets = sources + count;
     /* In the order of target memory: pages lie there as their blocks are numbered. */
     for (int64_t done = 0; done < count; done++) {
         struct page next = {targets[done], sources[done], done};

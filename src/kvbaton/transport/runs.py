@@ -50,7 +50,7 @@ __all__ = [
 
 _log = logging.getLogger("kvbaton.transport")
 
-_NAMES = ("check_runs", "copy_runs", "gpu_strips", "move_few", "plan_pages", "strips", "sum_pieces", "wait_flag")
+_NAMES = ("check_runs", "copy_runs", "gpu_strips", "move_few", "plan_pages", "stamps", "strips", "sum_pieces", "wait_flag")
 _CODE = tuple(Path(__file__).with_name(f"{name}.c") for name in _NAMES)
 _HEADER = Path(__file__).with_name("strips.h")
 _OPTIONS = ("-O3", "-shared", "-fPIC", "-pthread")
@@ -65,7 +65,7 @@ _MAX_SLOTS_PER_RUN = 256
 _LONG_BYTES = 32 << 10
 _CHUNK_BYTES = 256 << 10
 _MAX_SIZES = 16
-_TRIAL_BYTES = 509
+_TRIAL_BYTES = 4799
 _FEW_RUNS = 4
 _QUICK_BYTES, _ANY_BYTES = 256 << 10, 2**63 - 1
 _FIRST_BYTE = ctypes.c_char * 1
@@ -138,11 +138,18 @@ class Loops:
         self._move_few.restype = size
         self._plan_pages = holding.plan_pages
         wide = ctypes.c_int64
-        self._plan_pages.argtypes = [pointer, pointer, pointer, wide, wide, wide, pointer, wide]
+        self._plan_pages.argtypes = [pointer, pointer, pointer, wide]
         self._plan_pages.restype = wide
         self._move_pages = holding.move_pages
-        self._move_pages.argtypes = [pointer, size, pointer, size, pointer, pointer, pointer, wide, wide, wide, size]
+        self._move_pages.argtypes = [pointer, pointer, pointer, size]
         self._move_pages.restype = size
+        self.write_stamp, self.read_stamp = holding.write_stamp, holding.read_stamp
+        self.write_stamp.argtypes, self.write_stamp.restype = [pointer, size], None
+        self.read_stamp.argtypes, self.read_stamp.restype = [pointer, pointer], size
+        self.vouch, self.withdraw, self.disown = holding.vouch, holding.withdraw, holding.disown
+        self.vouch.argtypes = self.withdraw.argtypes = self.disown.argtypes = [pointer]
+        self.withdraw.restype = self.disown.restype = None
+        self.can_vouch = code.can_vouch
         self._sum_pieces, self._sum_few = code.sum_pieces, holding.sum_pieces
         word, signed = ctypes.c_uint32, ctypes.c_int64
         for each in (self._sum_pieces, self._sum_few):
@@ -206,26 +213,22 @@ class Loops:
             return 0
         return int(self._move_few(starts[0], sizes[0], starts[1], sizes[1], *listed, most_bytes))
 
-    def move_pages(self, starts: tuple[int, int], sizes: tuple[int, int], pages: Pages, most_bytes: int) -> tuple[int, int]:
+    def move_pages(self, regions: ctypes.Array[ctypes.c_uint64], pages: Pages, most_bytes: int) -> tuple[int, int]:
         """Plan a few pages as `plan_pages` does, and move their runs as `move_few` does; how many bytes and runs that were.
 
-        0 and 0, and nothing was copied, where one of the two leaves it to others.
+        0 and 0, and nothing was copied, where one of the two leaves it to others. `regions` is `struct regions` of move_few.c.
         """
-        if (listed := _blocks_of(pages)) is None:
+        if (asked := _asked_of(pages)) is None:
             return 0, 0
-        places = (listed[0].buffer_info()[0], listed[1].buffer_info()[0], len(pages.sources))
-        regions = (starts[0], sizes[0], starts[1], sizes[1])
-        moved = self._move_pages(*regions, pages.table, *places, pages.first, pages.end, most_bytes)
+        moved = self._move_pages(regions, pages.table, asked.buffer_info()[0], most_bytes)
         return moved & _BYTES_OF_MOVED, moved >> 32
 
     def plan_pages(self, pages: Pages, most: int) -> Runs | None:
         """The runs of a few pages, at most so many. None where they are more, or where anything is wrong with the blocks."""
-        if (listed := _blocks_of(pages)) is None:
+        if (asked := _asked_of(pages)) is None:
             return None
         out = np.empty((most, 3), np.uint64)
-        places = (listed[0].buffer_info()[0], listed[1].buffer_info()[0], len(pages.sources))
-        first_byte = _FIRST_BYTE.from_buffer(out.data)
-        count = self._plan_pages(pages.table, *places, pages.first, pages.end, first_byte, most)
+        count = self._plan_pages(pages.table, asked.buffer_info()[0], _FIRST_BYTE.from_buffer(out.data), most)
         return out[:count] if count else None
 
     def sums(self, start: int, region_bytes: int, pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
@@ -334,11 +337,13 @@ class CopyCrew:
             self.loops.close_crew(crew)
 
 
-def _blocks_of(pages: Pages) -> tuple[array.array[int], array.array[int]] | None:
-    """The blocks of pages, at the source and at the target, as loops in C read them; None where a number is too large."""
+def _asked_of(pages: Pages) -> array.array[int] | None:
+    """What `plan_pages` of plan_pages.c is asked for; None where a number is too large, or the blocks are no pairs."""
+    _, sources, targets, first, end, _ = pages
+    count = len(sources)
     try:
-        # As arrays of ctypes they would take four times as long to fill.
-        return array.array("q", pages.sources), array.array("q", pages.targets)
+        # An array of ctypes would take four times as long to fill.
+        return array.array("q", (count, first, end, *sources, *targets)) if len(targets) == count else None
     except OverflowError:
         return None
 
@@ -650,6 +655,7 @@ class RunCopier:
         self._target = target
         self._crew = crew
         self._starts = int(target.ctypes.data), int(source.ctypes.data)
+        self._regions = (ctypes.c_uint64 * 4)(self._starts[0], target.nbytes, self._starts[1], source.nbytes)
         self._memmove = ctypes.CDLL(None).memmove
         self._memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
         self._memmove.restype = None
@@ -677,7 +683,7 @@ class RunCopier:
         """Plan, check and copy a few pages in one call, as `move_few` does with runs; the bytes and runs, or 0 and 0."""
         if self._crew is None:
             return 0, 0
-        return self._crew.loops.move_pages(self._starts, (self._target.nbytes, self._source.nbytes), pages, most_bytes)
+        return self._crew.loops.move_pages(self._regions, pages, most_bytes)
 
     def begin(self, runs: Runs | Plan, most_bytes: int, most_runs: int, wakeup_fd: int) -> int:
         """Check runs and leave them to the crew's helpers; `wakeup_fd` gets a byte at the end.

@@ -15,9 +15,11 @@ import numpy as np
 import zmq
 
 from kvbaton.agent.driver import Driver
-from kvbaton.agent.engine_port import Allocation, EngineEvent, Landed, Offer, SourceEnded, SourceRequest, TargetEnded
+from kvbaton.agent.engine_port import Allocation, EngineEvent, Granted, Landed, Offer, SourceEnded, SourceRequest, TargetEnded
+from kvbaton.agent.ports import NO_STAMPS
 from kvbaton.agent.rank_sets import LocalRanks
 from kvbaton.agent.sockets import ControlSockets
+from kvbaton.agent.stamps import open_stamps
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits, Trust
 from kvbaton.core.addresses import ControlAddress
 from kvbaton.core.card import Card, RankCard
@@ -60,7 +62,7 @@ _PORTS = PortPicker()
 
 _ANSWER_MS = 10_000
 
-Event = TypeVar("Event", Landed, SourceEnded, TargetEnded)
+Event = TypeVar("Event", Granted, Landed, SourceEnded, TargetEnded)
 
 
 def key_of(name: str) -> HandoffKey:
@@ -78,6 +80,8 @@ class Side:
         limits: Limits | None = None,
         settings: HandoffSettings = DEFAULT_HANDOFF,
         aux_slots: int = 4,
+        *,
+        has_stamps: bool = False,
     ) -> None:
         self.incarnation = Incarnation(secrets.token_hex(8))
         self.trust = trust or Trust()
@@ -93,7 +97,8 @@ class Side:
         limits, unfenced = limits or Limits(), settings.unfenced_writes
         memory = self.cache.layout(), self.transport, limits.transfer_timeout, self.cache.memory
         ranks = LocalRanks(*memory, unfenced_writes=unfenced)
-        self.driver = Driver(self.card, ranks, limits, self.sockets, self._take_events, settings)
+        stamps = open_stamps() if has_stamps else NO_STAMPS
+        self.driver = Driver(self.card, ranks, limits, self.sockets, self._take_events, settings, stamps=stamps)
 
     def __enter__(self) -> Self:
         self.driver.start()
@@ -154,8 +159,13 @@ def start_handoff(source: Side, target: Side, name: str, mode: Mode = Mode.PULL)
     source.cache.data[:] = np.random.default_rng(len(name)).standard_normal(source.cache.data.shape, np.float32)
     target.cache.poison(range(target.cache.blocks))
     source.driver.expect_target(key_of(name), "prompt")
-    source.driver.offer(Offer(key_of(name), (_SOURCE_BLOCKS,), TOKENS, AUX))
+    offer(source, name)
     ask(target, source.driver.address, name, mode)
+
+
+def offer(source: Side, name: str) -> None:
+    """The source's engine has prefilled."""
+    source.driver.offer(Offer(key_of(name), (_SOURCE_BLOCKS,), TOKENS, AUX))
 
 
 def ask(target: Side, address: ControlAddress, name: str, mode: Mode = Mode.PULL) -> None:

@@ -9,6 +9,7 @@ import pytest
 from agent_rig import AUX, BLOCKS, LIMITS, Letter, Net, Node, card_of, key_of
 
 from kvbaton.agent.engine_port import Allocation, EngineEvent, Landed, Offer, SourceEnded, SourceRequest, TargetEnded
+from kvbaton.agent.ports import NoStamps
 from kvbaton.agent.rank_orders import PeerFenced, RegionFenced
 from kvbaton.config import Limits
 from kvbaton.core.card import PROTOCOL
@@ -249,6 +250,35 @@ def test_a_restart_on_the_same_address_ends_what_the_old_one_had_and_the_next_re
     pair.fetch(key_of("next"))
     pair.run()
     assert isinstance(pair.target.events[-1], Landed)
+
+
+class Forgets(NoStamps):
+    """Notes which peers are followed no longer: each of them costs a mapping of its memory."""
+
+    def __init__(self) -> None:
+        self.forgotten: list[Incarnation] = []
+
+    def forget(self, peer: Incarnation) -> None:
+        self.forgotten.append(peer)
+
+
+@pytest.mark.parametrize("limit", [1, 64], ids=["it made room", "it was replaced"])
+def test_the_stamps_of_a_peer_are_forgotten_with_it(pair: Pair, limit: int) -> None:
+    stamps = pair.target.coordinator._stamps = Forgets()
+    pair.target.coordinator._peers._limit = limit
+    pair.prefill()
+    pair.fetch()
+    pair.run()
+    assert not stamps.forgotten
+    if limit > 1:
+        pair.restart_source()
+    else:
+        pair.source = pair.net.add(card_of("s2", pair.ranks), 3)
+    pair.prefill(key_of("next"))
+    pair.fetch(key_of("next"))
+    pair.net.pass_time(LIMITS.retry * 2)
+    pair.run()
+    assert stamps.forgotten == [Incarnation("s1")]
 
 
 def late_card(pair: Pair) -> Letter:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,15 +22,20 @@ from driver_rig import (
     is_poison,
     key_of,
     landed,
+    offer,
     pair,
     start_handoff,
 )
 
 from kvbaton.agent import driver as driver_module
-from kvbaton.agent.engine_port import Landed, SourceEnded, TargetEnded
-from kvbaton.config import Trust, parse_trust
+from kvbaton.agent.driver import Driver
+from kvbaton.agent.engine_port import Granted, Landed, SourceEnded, TargetEnded
+from kvbaton.agent.rank_orders import CopyId, RankOrder, SpansSummed
+from kvbaton.agent.rank_sets import LocalRanks
+from kvbaton.agent.sockets import ControlSockets
+from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Trust, parse_trust
 from kvbaton.core.addresses import ControlAddress
-from kvbaton.core.handoff import Executor, Mode, Outcome, Span
+from kvbaton.core.handoff import Executor, Integrity, Mode, Outcome, Span
 from kvbaton.core.messages import (
     Announced,
     AuxSent,
@@ -47,6 +53,7 @@ from kvbaton.core.messages import (
     Stop,
     Stopped,
 )
+from kvbaton.core.timeline import Side as TimelineSide
 from kvbaton.launch.ports import check_port_free
 from kvbaton.transport.faulty import Faults
 from kvbaton.transport.memory import MemoryHub
@@ -414,6 +421,66 @@ def test_the_other_side_is_notified_when_one_closes() -> None:
             wait_until(lambda: "Granted" in str(target.events), "the target knows who waits for it")
         ended = source.wait_for(TargetEnded, key_of("back"))
         assert "the instance is stopping" in ended.reason
+
+
+def test_the_engine_is_woken_as_soon_as_a_turn_has_brought_something(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It needs a while to get up, and what is left of the turn, and what it sends, need not come first."""
+    waited: list[int] = []
+    for side in sides:
+        driver, tick = side.driver, side.driver._tick_if_due
+
+        def look(*args: Any, driver: Driver = driver, tick: Callable[..., None] = tick) -> None:
+            waited.append(len(driver._events))
+            tick(*args)
+
+        monkeypatch.setattr(driver, "_tick_if_due", look)
+    for mode in Mode:
+        landed(*sides, f"woken {mode}", mode)
+    assert len(waited) > 4
+    assert not any(waited)
+
+
+@pytest.mark.parametrize("settings", [DEFAULT_HANDOFF, HandoffSettings(integrity=Integrity.FULL)], ids=["copies", "sums"])
+def test_what_ranks_do_at_once_is_taken_before_the_frames_of_a_turn_leave(
+    settings: HandoffSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What follows from it leaves with them, and the other side is woken once."""
+    with pair(settings=settings) as sides:
+        _check_that_reports_are_taken_first(sides, monkeypatch)
+
+
+def _check_that_reports_are_taken_first(sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch) -> None:
+    unknown = SpansSummed(CopyId(key_of("unknown"), 1, 1), TimelineSide.TARGET, 0, {})
+    left: list[int] = []
+    for side in sides:
+        ranks, sockets = side.driver._ranks, side.driver._sockets
+        assert isinstance(ranks, LocalRanks)
+        assert isinstance(sockets, ControlSockets)
+
+        def carry_out(order: RankOrder, ranks: LocalRanks = ranks, handle: Callable[..., None] = ranks.agent.handle) -> None:
+            handle(order)
+            ranks.reports.append(unknown)
+
+        def leave(ranks: LocalRanks = ranks, send_waiting: Callable[[], None] = sockets._send_waiting) -> None:
+            left.append(len(ranks.reports))
+            send_waiting()
+
+        monkeypatch.setattr(ranks.agent, "handle", carry_out)
+        monkeypatch.setattr(sockets, "_send_waiting", leave)
+    for mode in Mode:
+        landed(*sides, f"at once {mode}", mode)
+    source, target = sides
+    source.driver.expect_target(key_of("granted first"), "prompt")
+    ask(target, source.driver.address, "granted first", Mode.PUSH)
+    source.wait_for(Granted, key_of("granted first"))
+    offer(source, "granted first")
+    target.wait_for(Landed, key_of("granted first"))
+    late = sum(side.driver.stats().late_total["summed"] for side in sides)
+    assert late >= len(Mode), "each copy was opened by an order"
+    assert len(left) > 4
+    assert not any(left)
 
 
 def test_an_idle_driver_waits_and_does_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

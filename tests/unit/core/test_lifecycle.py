@@ -35,37 +35,37 @@ EFFECTS: dict[str, type[enum.StrEnum]] = {"source": SourceEffect, "target": Targ
 TABLES: tuple[AnyTable, ...] = (SOURCE, TARGET, COPY)
 
 CLASSES = {
-    # expected granted span-ready prefilled preempted peer-alive confirm-asked written released stop-asked aborted lease-out
-    # peer-gone copy-failed quiet quiet-failed quiet-cancelled quiet-expired
+    # expected granted span-ready prefilled preempted peer-alive confirm-asked summed written released stop-asked aborted
+    # lease-out peer-gone copy-failed quiet quiet-failed quiet-cancelled quiet-expired
     "source": {
-        "parked": "r l x x x r l x x r r r r r x x x x",
-        "queued": "x r r r r r l x x r r r r r x x x x",
-        "streaming": "x r r r r r l x x r r r r r x x x x",
-        "retracting": "x r l x x r l x x r r r r r r x x x",
-        "held": "x r x x x r l x x r r r r r x x x x",
-        "serving": "x r x x x r r r r r r r r r x x x x",
-        "stopping": "l l l l l l l l l l l l l l l r r r",
-        "delivered": "l l l l l l l l l l l l l l l l l l",
-        "failed": "l l l l l l l l l l l l l l l l l l",
-        "cancelled": "l l l l l l l l l l l l l l l l l l",
-        "expired": "l l l l l l l l l l l l l l l l l l",
+        "parked": "r l x x x r l x x x r r r r r x x x x",
+        "queued": "x r r r r r l x x x r r r r r x x x x",
+        "streaming": "x r r r r r l x x x r r r r r x x x x",
+        "retracting": "x r l x x r l x x x r r r r r r x x x",
+        "held": "x r x x x r l x x x r r r r r x x x x",
+        "serving": "x r x x x r r r r r r r r r r x x x x",
+        "stopping": "l l l l l l l l l l l l l l l l r r r",
+        "delivered": "l l l l l l l l l l l l l l l l l l l",
+        "failed": "l l l l l l l l l l l l l l l l l l l",
+        "cancelled": "l l l l l l l l l l l l l l l l l l l",
+        "expired": "l l l l l l l l l l l l l l l l l l l",
     },
-    # allocated peer-known peer-alive stale-grant announced retracted filled confirmed written mismatched refused copy-failed
-    # aborted no-progress peer-gone writer-lost stop-late quiet quiet-failed quiet-cancelled quiet-expired
+    # allocated peer-known peer-alive stale-grant announced retracted filled ahead stamped confirmed written mismatched refused
+    # copy-failed aborted no-progress peer-gone writer-lost stop-late quiet quiet-failed quiet-cancelled quiet-expired
     "target": {
-        "queued": "r r r x x x x x x x r r r r r x x x x x x",
-        "handshaking": "x r r x x x x x x x r r r r r x x x x x x",
-        "granted": "x x r r r r x l x x r r r r r x x x x x x",
-        "filling": "x x r x r r r l r r r r r r r x x x x x x",
-        "clearing": "x x r x r r x l x x r r r r r x x r x x x",
-        "confirming": "x x r x l r l r x r r r r r r x x x x x x",
-        "stopping": "l l l l l l l l l l l l l l l r r l r r r",
-        "revoking": "l l l l l l l l l l l l l l l l r l r r r",
-        "isolated": "l l l l l l l l l l l l l l l l r l r r r",
-        "delivered": "l l l l l l l l l l l l l l l l l l l l l",
-        "failed": "l l l l l l l l l l l l l l l l l l l l l",
-        "cancelled": "l l l l l l l l l l l l l l l l l l l l l",
-        "expired": "l l l l l l l l l l l l l l l l l l l l l",
+        "queued": "r r r x x x x x x x x x r r r r r x x x x x x",
+        "handshaking": "x r r x x x x x x x x x r r r r r x x x x x x",
+        "granted": "x x r r r r x x x l x x r r r r r x x x x x x",
+        "filling": "x x r x r r r r r l r r r r r r r x x x x x x",
+        "clearing": "x x r x r r x x x l x x r r r r r x x r x x x",
+        "confirming": "x x r x l r r x r r x r r r r r r x x x x x x",
+        "stopping": "l l l l l l l l l l l l l l l l l r r l r r r",
+        "revoking": "l l l l l l l l l l l l l l l l l l r l r r r",
+        "isolated": "l l l l l l l l l l l l l l l l l l r l r r r",
+        "delivered": "l l l l l l l l l l l l l l l l l l l l l l l",
+        "failed": "l l l l l l l l l l l l l l l l l l l l l l l",
+        "cancelled": "l l l l l l l l l l l l l l l l l l l l l l l",
+        "expired": "l l l l l l l l l l l l l l l l l l l l l l l",
     },
     # posted moved error stop drained
     "copy": {
@@ -154,7 +154,25 @@ def test_whatever_can_go_wrong_can_end_every_source_state_that_is_not_ending() -
             SourceEvent.STOP_ASKED,
             SourceEvent.COPY_FAILED,
         ):
-            assert SOURCE.rows[SourceState(state), event] == Row(SourceState.STOPPING, (SourceEffect.STOP_COPY,))
+            row = Row(SourceState.STOPPING, (SourceEffect.CLEAR_STAMP, SourceEffect.STOP_COPY))
+            assert SOURCE.rows[SourceState(state), event] == row
+
+
+def test_a_stamp_is_set_when_blocks_stop_changing_and_cleared_before_they_may_change() -> None:
+    """SERVING is where they stay: what leads there sets it before its number is sent, and what leads out clears it first.
+
+    So does the last checksum, where it has to wait for that.
+    """
+    for (state, event), row in SOURCE.rows.items():
+        enters = row.state is SourceState.SERVING and state is not SourceState.SERVING
+        is_summed = (state, event) == (SourceState.SERVING, SourceEvent.SUMMED)
+        assert (SourceEffect.SET_STAMP in row.effects) is (enters or is_summed)
+        if enters:
+            assert row.effects.index(SourceEffect.SET_STAMP) < row.effects.index(SourceEffect.SEND_PREFILLED)
+        if is_summed:
+            assert row.effects == (SourceEffect.SET_STAMP, SourceEffect.SEND_STAMP)
+        if state is SourceState.SERVING and row.state is not SourceState.SERVING:
+            assert row.effects[0] is SourceEffect.CLEAR_STAMP
 
 
 CLOSING = frozenset({TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED})
@@ -180,7 +198,12 @@ def test_the_outcomes_are_the_terminal_states() -> None:
 
 def test_a_target_delivers_only_what_was_confirmed() -> None:
     delivering = {(state, event) for (state, event), row in TARGET.rows.items() if row.state is TargetState.DELIVERED}
-    assert delivering == {(TargetState.CONFIRMING, TargetEvent.CONFIRMED), (TargetState.FILLING, TargetEvent.WRITTEN)}
+    assert delivering == {
+        (TargetState.CONFIRMING, TargetEvent.CONFIRMED),
+        (TargetState.FILLING, TargetEvent.STAMPED),
+        (TargetState.CONFIRMING, TargetEvent.STAMPED),
+        (TargetState.FILLING, TargetEvent.WRITTEN),
+    }
     for (state, event), row in TARGET.rows.items():
         assert (TargetEffect.DELIVER in row.effects) == ((state, event) in delivering)
         assert (TargetEffect.SEND_RELEASE in row.effects) == ((state, event) in delivering)

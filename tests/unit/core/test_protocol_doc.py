@@ -16,6 +16,7 @@ from kvbaton.core.checks import SpanSum
 from kvbaton.core.handoff import Aux, HandoffKey, Span
 from kvbaton.core.layout import Group, Layout, Plane
 from kvbaton.core.messages import Envelope, Message
+from kvbaton.core.stamps import Stamp, StampArea
 from kvbaton.discovery.messages import Registration
 from kvbaton.engines.handoff_params import KVTransferParams
 
@@ -35,6 +36,8 @@ PARTS: dict[str, type[msgspec.Struct]] = {
     "Rank card": RankCard,
     "Aux area": AuxArea,
     "Aux pointer": AuxPointer,
+    "Stamp": Stamp,
+    "Stamp area": StampArea,
     "Endpoint": Endpoint,
     "Process id": ProcessId,
     "Layout": Layout,

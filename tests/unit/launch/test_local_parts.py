@@ -50,8 +50,8 @@ def test_a_switch_of_the_handoff_is_given_without_a_value() -> None:
     part = SERVERS.part("d", "decode", PortPicker())
     assert "--unfenced-writes" not in part.command
     writing = replace(OPTIONS, transport="nixl", handoff=HandoffSettings(unfenced_writes=True))
-    part = EmbeddedServers(writing).part("d", "decode", PortPicker())
-    assert list(part.command)[-2:] == ["--unfenced-writes", "--poison"]
+    command = list(EmbeddedServers(writing).part("d", "decode", PortPicker()).command)
+    assert command[command.index("--unfenced-writes") + 1].startswith("--")
 
 
 def test_a_pair_is_as_large_as_asked_for_and_shares_no_port() -> None:

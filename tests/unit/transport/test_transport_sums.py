@@ -23,14 +23,14 @@ ALL_WAYS = 2
 
 
 class OneWay:
-    """The loops in C with only so many ways to sum: 0 the table, 1 folding too, 2 the instruction too, where there is one."""
+    """The loops in C with only so many ways to sum: 0 the table, 1 folding too, 2 wide folding or the instruction too."""
 
     can_sum = True
 
     def __init__(self, loops: Loops, ways: int) -> None:
         self._loops = loops
         self._ways = ways
-        self.name = ("table", "folding", "instruction")[ways]
+        self.name = ("table", "folding", "all")[ways]
 
     def sums(self, start: int, region_bytes: int, pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
         self._loops.limit_sums(self._ways)
@@ -53,7 +53,8 @@ HERE = [OneWay(LOOPS, ways) for ways in range(ALL_WAYS + 1) if LOOPS.limit_sums(
 WAYS = pytest.mark.parametrize("loops", [None, *HERE], ids=lambda loops: f"C, {loops.name}" if loops else "Python")
 REGION = np.random.default_rng(7).integers(0, 256, 5000, np.uint8)
 SIZES = st.one_of(
-    st.integers(0, 200), st.sampled_from([63, 64, 65, 128, 256, 575, 576, 577, 1024, 4031, 4032, 4040, 4095, 4096])
+    st.integers(0, 200),
+    st.sampled_from([63, 64, 65, 128, 255, 256, 257, 512, 575, 576, 577, 1024, 4031, 4032, 4040, 4095, 4096]),
 )
 PIECES = st.lists(st.tuples(st.integers(0, 900), SIZES), max_size=9)
 

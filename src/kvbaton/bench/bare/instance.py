@@ -98,7 +98,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
 
 
 class Offered(msgspec.Struct, frozen=True, tag="offered"):
-    """The first `count` hand-offs of a task are offered. A source reports it; in pull its target waits for it."""
+    """The first `count` hand-offs of a task are offered. In pull a source reports it, because its target waits for it."""
 
     task: str
     count: int
@@ -419,9 +419,9 @@ class BareInstance:
         return any(task.ends for task in (*self.sources.values(), *self.targets.values()))
 
     def _report(self, *, at_once: bool = False) -> None:
-        """Report offers at once, because targets wait for them, and ends as the settings have it."""
+        """Report offers at once where targets wait for them, and ends as the settings have it."""
         for name, source in self.sources.items():
-            if source.offered != self._reported_offers.get(name):
+            if source.task.mode is Mode.PULL and source.offered != self._reported_offers.get(name):
                 self._reported_offers[name] = source.offered
                 self._send(Offered(name, source.offered))
         for task in (*self.sources.values(), *self.targets.values()):

@@ -30,6 +30,7 @@ from kvbaton.agent.driver import Driver
 from kvbaton.agent.engine_port import EngineEvent, Landed, SourceRequest
 from kvbaton.agent.rank_sets import RankLoop, RemoteRanks
 from kvbaton.agent.sockets import ControlSockets
+from kvbaton.agent.stamps import open_stamps
 from kvbaton.bench.bare.instance import (
     MODEL,
     BareBooks,
@@ -505,7 +506,7 @@ class ReplayInstance(BareInstance):
         ranks = RemoteRanks([channel], ready.transport, executor, _lost, fences_writers=ready.fences_writers)
         cards = [RankCard(0, pages.layout(), (ready.endpoint,))]
         card = instance_card(self.incarnation, MODEL, agents.limits, cards)
-        return Driver(card, ranks, agents.limits, self._sockets, news, agents.handoff)
+        return Driver(card, ranks, agents.limits, self._sockets, news, agents.handoff, stamps=open_stamps())
 
     def start(self) -> None:
         super().start()

@@ -12,6 +12,7 @@ import msgspec
 
 from kvbaton.agent.driver import Driver
 from kvbaton.agent.sockets import ControlSockets
+from kvbaton.agent.stamps import open_stamps
 from kvbaton.config import DEFAULT_HANDOFF, HandoffSettings, Limits, Trust
 from kvbaton.core.addresses import ControlAddress, in_url
 from kvbaton.core.handoff import Incarnation
@@ -87,7 +88,9 @@ class _EmbeddedInstance:
         card = msgspec.structs.replace(card, ranks=without(card.ranks, settings.lacks))
         self.timelines = Timelines(InstanceInfo(settings.role, settings.http_address, incarnation))
         observe = self.timelines.note
-        self.driver = Driver(card, backend.ranks, settings.limits, sockets, self._wake, settings.handoff, observe)
+        self.driver = Driver(
+            card, backend.ranks, settings.limits, sockets, self._wake, settings.handoff, observe, stamps=open_stamps()
+        )
         self.engine = Engine(backend.loaded, backend.cache, self.driver, settings.engine, observe=observe)
         parts.callback(self.driver.close)
         parts.callback(self.engine.close)

@@ -75,6 +75,8 @@ def _agent_families(agent: AgentStats) -> Iterator[Metric]:
     yield CounterMetricFamily("kvbaton_handshakes", "Cards of peers that were checked and taken.", agent.handshakes_total)
     mismatches = "Hand-offs that failed because of a checksum."
     yield CounterMetricFamily("kvbaton_checksum_mismatches", mismatches, agent.mismatches_total)
+    stamped = "Hand-offs to here that were confirmed by the stamp of their source, without a question."
+    yield CounterMetricFamily("kvbaton_stamped_handoffs", stamped, agent.stamped_total)
     fallbacks = "Aux records that were sent by message because the data transport could not, by cause."
     yield _labelled(CounterMetricFamily, "aux_fallbacks", fallbacks, ("cause",), _by(agent.aux_fallbacks_total))
     yield CounterMetricFamily("kvbaton_agent_errors", "Internal errors that the agents survived.", agent.errors_total)

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvbaton.agent.engine_port import AgentStats, HandoffPort
 from kvbaton.agent.rank_sets import RankLoop, RemoteRanks
+from kvbaton.agent.stamps import open_stamps
 from kvbaton.core.addresses import ControlAddress, in_url
 from kvbaton.core.card import RankCard
 from kvbaton.core.handoff import Aux, Mode
@@ -159,6 +160,7 @@ class RankInstance:
             lambda: None,
             agents.handoff,
             self._observe,
+            stamps=open_stamps(),
             followers=followers,
             waits_for_all=waits_for_all,
         )

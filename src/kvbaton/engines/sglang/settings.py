@@ -81,6 +81,7 @@ class SglangSettings(HostedSettings, frozen=True, kw_only=True, forbid_unknown_f
             integrity=self.integrity,
             unfenced_writes=self.unfenced_writes and is_push,
             fenced_writes=self.fenced_writes and is_push,
+            confirmation=self.confirmation,
         )
 
     def agents(self, host: str, port: int) -> AgentSettings:

@@ -65,6 +65,7 @@ def _totals(agent: AgentStats) -> Counter[str]:
         late_events=agent.late_total.total(),
         dropped_messages=agent.dropped_total.total(),
         checksum_mismatches=agent.mismatches_total,
+        stamped_handoffs=agent.stamped_total,
         agent_errors=agent.errors_total,
         certificate_loads=agent.certificate_loads_total,
         failed_certificate_loads=agent.failed_certificate_loads_total,

@@ -20,6 +20,7 @@ from kvbaton.agent.driver import Driver
 from kvbaton.agent.rank import RankControls
 from kvbaton.agent.rank_sets import LocalRanks, RankLoop, RankSet, RemoteRanks
 from kvbaton.agent.sockets import ControlSockets
+from kvbaton.agent.stamps import open_stamps
 from kvbaton.config import Limits
 from kvbaton.core.card import RankCard
 from kvbaton.core.handoff import Incarnation
@@ -139,7 +140,8 @@ class WorkerInstance:
             news = threading.Event()
             card = instance_card(self._incarnation, model, settings.limits, cards, self._shape)
             limits = self.agent_limits(settings)
-            self.driver = driver = Driver(card, ranks, limits, sockets, news.set, settings.handoff, observe)
+            stamps = open_stamps()
+            self.driver = driver = Driver(card, ranks, limits, sockets, news.set, settings.handoff, observe, stamps=stamps)
             opened.pop_all()
         holders = {layer: self._shape.tp for layout in self.caches.layouts for layer in layout.layers}
         self._gate = self._cache.device.gate()

@@ -24,6 +24,7 @@ _COUNTED = {
     "late_events": "Events of hand-offs that came too late to change anything",
     "dropped_messages": "Control messages that were not taken",
     "checksum_mismatches": "Hand-offs that failed because of a checksum",
+    "stamped_handoffs": "Hand-offs to here that were confirmed by the stamp of their source, without a question",
     "agent_errors": "Errors of our own that the agents went on after",
     "certificate_loads": "Changes of the certificate files that were taken",
     "failed_certificate_loads": "Changes of the certificate files that were not taken",

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import cpu_experts
+from msgspec import structs
 
 from kvbaton.agent.sockets import ControlSockets
 from kvbaton.config import Limits
 from kvbaton.core.handoff import Incarnation
-from kvbaton.core.messages import Heartbeat, Message, Retracted
+from kvbaton.core.messages import Heartbeat, Message, Prefilled, Retracted
 from kvbaton.core.strips import unroll
 from kvbaton.engines.vllm.connector import KVBatonConnector
 from kvbaton.engines.vllm.instance import WorkerInstance
@@ -55,6 +56,9 @@ class _HeldSockets(ControlSockets):
         if key is not None and _is_muted(key.transfer_id, kind):
             _note(self._directory / "held", f"{kind} {key.transfer_id}")
             return
+        if isinstance(message, Prefilled) and _is_muted(message.key.transfer_id, "confirmed"):
+            # With its stamp, nothing would be asked, and no answer be there to be held back.
+            message = structs.replace(message, stamp=None)
         if isinstance(message, Retracted):
             _note(self._directory / "held", f"retracted {message.key.transfer_id}")
         super().send(peer, message)

@@ -11,6 +11,7 @@ from typing import Any
 from kvbaton.compat.mori.command_lines import switch_variables
 from kvbaton.config import HandoffSettings
 from kvbaton.core.addresses import ControlAddress
+from kvbaton.core.handoff import Confirmation
 from kvbaton.core.topology import Shape
 from kvbaton.engines.base import EngineOptions, PreparedEngine, ssl_arguments
 from kvbaton.engines.sglang.settings import CONFIG_VARIABLE
@@ -44,6 +45,7 @@ def backend_settings(handoff: HandoffSettings, extra: dict[str, Any]) -> dict[st
     how: dict[str, Any] = {"mode": str(handoff.mode), "integrity": str(handoff.integrity)}
     how |= {"unfenced_writes": True} if handoff.unfenced_writes else {}
     how |= {"fenced_writes": True} if handoff.fenced_writes else {}
+    how |= {} if handoff.confirmation is Confirmation.STAMP else {"confirmation": str(handoff.confirmation)}
     return how | extra
 
 

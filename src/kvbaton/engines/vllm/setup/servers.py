@@ -12,7 +12,7 @@ from typing import Any
 from kvbaton.compat.mori.command_lines import switch_variables
 from kvbaton.config import HandoffSettings
 from kvbaton.core.addresses import ControlAddress, in_url
-from kvbaton.core.handoff import Mode
+from kvbaton.core.handoff import Confirmation, Mode
 from kvbaton.core.topology import Shape
 from kvbaton.engines.base import EngineOptions, PreparedEngine, ssl_arguments
 from kvbaton.engines.vllm.setup.environment import VllmEnvironment
@@ -50,6 +50,7 @@ def transfer_config(role: str, handoff: HandoffSettings, extra: dict[str, Any]) 
     how: dict[str, Any] = {"mode": str(handoff.mode), "integrity": str(handoff.integrity)}
     how |= {"unfenced_writes": True} if handoff.unfenced_writes else {}
     how |= {"fenced_writes": True} if handoff.fenced_writes else {}
+    how |= {} if handoff.confirmation is Confirmation.STAMP else {"confirmation": str(handoff.confirmation)}
     return {
         "kv_connector": "KVBatonConnector",
         "kv_connector_module_path": "kvbaton.engines.vllm",
