@@ -54,6 +54,14 @@ def test_another_hand_off_and_missing_writes_are_found() -> None:
     assert pages.foreign_sample(key_of("a"), BLOCKS, 12) > 0
 
 
+@pytest.mark.parametrize("missing", BLOCKS[0])
+def test_a_sample_that_was_spoiled_shows_what_is_missing(missing: int) -> None:
+    pages = landed(key_of("a"), 12)
+    pages.poison_sample(((missing,),))
+    assert pages.foreign_sample(key_of("a"), BLOCKS, 12) > 0
+    assert pages.foreign_bytes(key_of("a"), BLOCKS, 12) <= SHAPE.layers * 2 * SHAPE.token_bytes, "and nothing else was"
+
+
 def test_spans_are_the_whole_cache_chunk_by_chunk_and_layer_by_layer() -> None:
     spans = spans_of(SHAPE, 10, 8)
     assert [(span.first_token, span.first_layer) for span in spans] == [(0, 0), (0, 1), (8, 0), (8, 1)]

@@ -299,7 +299,7 @@ class TargetTask(_BareTask):
         """Begin what may begin: in pull, only what is offered."""
         while self.next_index < self.offered and (begun := self._begin()) is not None:
             key, live = begun
-            self.books.pages.poison(live.blocks)
+            (self.books.pages.poison if self.task.every_byte else self.books.pages.poison_sample)(live.blocks)
             self.books.port.expect_source(self._request(key))
             self.allocate(key)
 

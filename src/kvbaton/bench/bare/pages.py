@@ -125,6 +125,10 @@ class TaggedPages:
         """Fill blocks with a pattern that belongs to no hand-off."""
         self.data[:, :, _index_of(blocks[0])] = _POISON
 
+    def poison_sample(self, blocks: BlockLists) -> None:
+        """Fill what `foreign_sample` looks at with that pattern, and leave the rest as it is."""
+        self._first_words[:, :, _index_of(blocks[0])] = _POISON
+
     def write(self, key: HandoffKey, blocks: BlockLists, span: Span) -> None:
         """Compute one span, as a model would: fill the pages it lies in with what belongs to `key`.
 
