@@ -27,6 +27,7 @@ from kvbaton.core.handoff import AuxChannel, Confirmation, Integrity, Mode
 from kvbaton.errors import ConfigError
 
 __all__ = [
+    "BUSY_POLL_S",
     "CLIENT_HEADER",
     "CLUSTER_KEY_VARIABLE",
     "DEFAULT_HANDOFF",
@@ -37,6 +38,7 @@ __all__ = [
     "HandoffSettings",
     "HttpTokens",
     "KeyFile",
+    "LONGEST_BUSY_POLL_S",
     "Limits",
     "TLS_DIR_VARIABLE",
     "OnFailure",
@@ -71,6 +73,11 @@ NO_KEY_FOR_METRICS = (
     f"keyed_metrics is set, and there is no cluster key; give one with --cluster-key-file or {CLUSTER_KEY_VARIABLE}"
 )
 """Why a start is refused."""
+
+BUSY_POLL_S = 0.001
+"""For how long threads that hand over look for news before they sleep, unless another time is set."""
+
+LONGEST_BUSY_POLL_S = 0.1
 
 _MAX_KEY_BYTES = 4096
 _MOST_KEYS = 8
@@ -162,6 +169,9 @@ class HandoffSettings:
     confirmation
         how a decode instance that has read a cache learns that it had not changed meanwhile. `stamp`: where both instances are
         on one host it looks into memory of the prefill instance, and asks elsewhere; `message`: it asks always.
+    busy_poll_s
+        for how many seconds the threads that hand over look for news before they sleep, while at least half of their waits
+        are that short; 0: they sleep at once, as they should where processor time is limited or paid for.
     """
 
     mode: Mode = Mode.PUSH
@@ -171,6 +181,14 @@ class HandoffSettings:
     unfenced_writes: bool = False
     fenced_writes: bool = False
     confirmation: Confirmation = Confirmation.STAMP
+    busy_poll_s: float = BUSY_POLL_S
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.busy_poll_s <= LONGEST_BUSY_POLL_S:
+            raise ConfigError(
+                f"busy_poll_s is {self.busy_poll_s!r}; it must be a number of seconds from 0 (sleep at once) to "
+                f"{LONGEST_BUSY_POLL_S:g}"
+            )
 
 
 DEFAULT_HANDOFF = HandoffSettings()

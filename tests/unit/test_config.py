@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbaton.config import Limits, parse_limits
+from kvbaton.config import BUSY_POLL_S, LONGEST_BUSY_POLL_S, HandoffSettings, Limits, parse_limits
 from kvbaton.errors import ConfigError
 
 NAMES = ("transfer_timeout", "defer_timeout", "stop_timeout", "retry", "queue_timeout")
@@ -89,3 +89,14 @@ def test_any_numbers_are_taken_or_refused(values: dict[str, float]) -> None:
         return
     assert limits.defer_timeout > limits.transfer_timeout > limits.retry > 0
     assert all(math.isfinite(getattr(limits, name)) for name in NAMES)
+
+
+@pytest.mark.parametrize("seconds", [0, BUSY_POLL_S, LONGEST_BUSY_POLL_S])
+def test_threads_may_look_before_they_sleep_or_not(seconds: float) -> None:
+    assert HandoffSettings(busy_poll_s=seconds).busy_poll_s == seconds
+
+
+@pytest.mark.parametrize("seconds", [-1e-9, LONGEST_BUSY_POLL_S + 1e-9, math.inf, math.nan])
+def test_no_thread_looks_for_long(seconds: float) -> None:
+    with pytest.raises(ConfigError, match="busy_poll_s is"):
+        HandoffSettings(busy_poll_s=seconds)

@@ -21,7 +21,7 @@ from kvbaton.bench.bare.pages import SMALL
 from kvbaton.bench.bare.process import BareProcess, Relay
 from kvbaton.bench.bare.raw_nixl import RawNixlProcess
 from kvbaton.bench.report import BenchReport, BenchRow, Setting, check_at_least_one, describe_hardware
-from kvbaton.config import HandoffSettings
+from kvbaton.config import BUSY_POLL_S, HandoffSettings
 from kvbaton.core.handoff import Confirmation, Integrity, Mode, Outcome
 from kvbaton.engines.base import Progress
 from kvbaton.errors import ConfigError, LocalError
@@ -42,7 +42,7 @@ _RAW_NIXL = "raw NIXL"
 class HandoffBench:
     """What to measure. With `beside_nixl`, the same hand-offs by raw NIXL agents too; they move whole blocks.
 
-    With `confirmation` by message, targets ask for each, as they have to on another host.
+    With `confirmation` by message, targets ask for each, as they have to on another host. `busy_poll_s` is that of both sides.
     """
 
     levels: tuple[int, ...] = (128, 512, 1024, 4096)
@@ -56,6 +56,7 @@ class HandoffBench:
     idle_s: float = 6.0
     beside_nixl: bool = False
     confirmation: Confirmation = Confirmation.STAMP
+    busy_poll_s: float = BUSY_POLL_S
 
     def __post_init__(self) -> None:
         if not self.levels or min(self.levels) < 1:
@@ -87,7 +88,12 @@ class HandoffBench:
             blocks=max(self.levels) * SMALL.blocks_for(self.tokens),
             most_tokens=self.tokens,
             transport=self.transport,
-            handoff=HandoffSettings(mode=self.mode, integrity=integrity or Integrity.OFF, confirmation=self.confirmation),
+            handoff=HandoffSettings(
+                mode=self.mode,
+                integrity=integrity or Integrity.OFF,
+                confirmation=self.confirmation,
+                busy_poll_s=self.busy_poll_s,
+            ),
             # Nothing waits for one report: one for each end would wake this process as often as the agents, on the same cores.
             report_s=_REPORT_S,
         )
@@ -105,6 +111,7 @@ class HandoffBench:
             "bytes_per_handoff": SMALL.cache_bytes(self.tokens),
             "peer": "nixl" if self.beside_nixl else "",
             "confirmation": self.confirmation.value,
+            "busy_poll_s": self.busy_poll_s,
         }
 
 

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from kvbaton.cli.options import EngineName, JsonOption, ModelName, TransportName, json_document
 from kvbaton.cli.running import end_like_ctrl_c
+from kvbaton.config import BUSY_POLL_S
 from kvbaton.engines.table import DEFAULT_ENGINE
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ def handoff(
     idle: float = 6.0,
     peer: Literal["", "nixl"] = "",
     confirmation: Literal["stamp", "message"] = "stamp",
+    busy_poll: float = BUSY_POLL_S,
     output: Output = _DEFAULT_OUTPUT,
 ) -> int:
     """Many hand-offs at once between two instances without a model, in processes of their own.
@@ -117,6 +119,8 @@ def handoff(
         `nixl`: the same hand-offs by raw NIXL agents too, one read and its notifications each, in turns; needs the package.
     confirmation
         `stamp`: targets look at the source's stamps; `message`: they ask for each confirmation, as on another host.
+    busy_poll
+        seconds for which threads that hand over look for news before they sleep; 0: they sleep at once.
     """
     from kvbaton.bench.handoff import HandoffBench, run_handoff_bench
     from kvbaton.core.handoff import Confirmation, Integrity, Mode
@@ -135,6 +139,7 @@ def handoff(
         idle,
         beside_nixl=bool(peer),
         confirmation=Confirmation(confirmation),
+        busy_poll_s=busy_poll,
     )
     return _finish("handoff", run_handoff_bench(bench, _progress), bench.described(), output)
 

@@ -8,11 +8,20 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
-from kvbaton.config import CLUSTER_KEY_VARIABLE, HandoffSettings, Limits, Trust, nearest_known, parse_trust
+from kvbaton.config import (
+    BUSY_POLL_S,
+    CLUSTER_KEY_VARIABLE,
+    DEFAULT_HANDOFF,
+    HandoffSettings,
+    Limits,
+    Trust,
+    nearest_known,
+    parse_trust,
+)
 from kvbaton.core.handoff import Confirmation, Integrity, Mode
 from kvbaton.discovery.announcer import DEFAULT_HEARTBEAT_S, LONGEST_HEARTBEAT_S
 from kvbaton.discovery.messages import check_http_address
@@ -20,7 +29,7 @@ from kvbaton.engines.instance import AgentSettings
 from kvbaton.errors import ConfigError
 from kvbaton.transport.choose import check_writes
 
-__all__ = ["HostedSettings"]
+__all__ = ["HostedSettings", "changed_options"]
 
 
 class HostedSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +50,7 @@ class HostedSettings(msgspec.Struct, frozen=True, kw_only=True):
     unfenced_writes:  in push, let sources write into targets, over nixl, mooncake or mori; nothing can take that right back
     fenced_writes:    in push, let sources write into targets, over tcp; the target can take that right back
     confirmation:     stamp: targets on the host of their source look whether what they have read still holds; message: they ask
+    busy_poll_s:      for how long the threads that hand over look for news before they sleep, while most waits are that short
     """
 
     where: ClassVar[str]
@@ -63,6 +73,7 @@ class HostedSettings(msgspec.Struct, frozen=True, kw_only=True):
     unfenced_writes: bool = False
     fenced_writes: bool = False
     confirmation: Confirmation = Confirmation.STAMP
+    busy_poll_s: float = BUSY_POLL_S
 
     @property
     def handoff(self) -> HandoffSettings:
@@ -73,6 +84,7 @@ class HostedSettings(msgspec.Struct, frozen=True, kw_only=True):
             unfenced_writes=self.unfenced_writes,
             fenced_writes=self.fenced_writes,
             confirmation=self.confirmation,
+            busy_poll_s=self.busy_poll_s,
         )
 
     def agents_at(self, host: str, port: int, limits: Limits, *, drop_writes: bool) -> AgentSettings:
@@ -132,7 +144,15 @@ class HostedSettings(msgspec.Struct, frozen=True, kw_only=True):
                 text = f"routers has {router!r}, which {wrong}; give a router's discovery address, host:port"
                 raise ConfigError(f"{self.where}: {text}")
         try:
+            _ = self.handoff  # it checks itself
             check_writes(self.transport, self.unfenced_writes, self.fenced_writes)
             parse_trust(None, {}, self.allow, resolve=lambda _: ())
         except ConfigError as error:
             raise self.by_key(error) from error
+
+
+def changed_options(handoff: HandoffSettings) -> dict[str, Any]:
+    """The keys that state how an instance hands over, for a server that kvbaton starts: what has its default is left out."""
+    always = {"mode": str(handoff.mode), "integrity": str(handoff.integrity)}
+    given = {name: getattr(handoff, name) for name in ("unfenced_writes", "fenced_writes", "confirmation", "busy_poll_s")}
+    return always | {name: value for name, value in given.items() if value != getattr(DEFAULT_HANDOFF, name)}

@@ -31,6 +31,7 @@ from kvbaton.discovery.announcer import DEFAULT_HEARTBEAT_S, Announcer
 from kvbaton.discovery.messages import Dispatch, InstanceType, Registration, TransferMode
 from kvbaton.launch.fleet import answers_ok
 from kvbaton.transport.base import Region, Transport, TransportSettings
+from kvbaton.transport.busy_selector import BusyMachine
 from kvbaton.transport.choose import open_transport
 from kvbaton.transport.faulty import Faults, FaultyTransport
 from kvbaton.transport.neighbour import this_process
@@ -91,7 +92,14 @@ class AgentSettings:
 
     def open_sockets(self, incarnation: Incarnation) -> ControlSockets:
         """The control channel. Raises ConfigError for a port that is in use."""
-        return ControlSockets(incarnation, self.control_host, self.control_port, self.trust, beat_s=self.limits.beat_s)
+        return ControlSockets(
+            incarnation,
+            self.control_host,
+            self.control_port,
+            self.trust,
+            beat_s=self.limits.beat_s,
+            machine=BusyMachine(self.handoff.busy_poll_s),
+        )
 
     def open_transport(self, incarnation: Incarnation, region: Region) -> Transport:
         """What moves the bytes of `region`. Raises ConfigError where it does not work."""
@@ -104,6 +112,7 @@ class AgentSettings:
             tls=cluster_tls(self.trust.tls_dir),
             unfenced_writes=self.handoff.unfenced_writes,
             fenced_writes=self.handoff.fenced_writes,
+            busy_poll_s=self.handoff.busy_poll_s,
             admits=self.trust.accepts_from,
         )
         transport = open_transport(self.transport, region, settings)

@@ -43,6 +43,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvbaton.config import BUSY_POLL_S
 from kvbaton.core.auth import ClusterKey
 from kvbaton.core.card import Endpoint
 from kvbaton.core.handoff import Incarnation
@@ -181,6 +182,7 @@ class TransportSettings:
     `unfenced_writes` lets peers write into this side's memory, and this side into theirs, over libraries that cannot take the
     right to do so back (`nixl`, `mooncake`, `mori`); `fenced_writes` does so over `tcp`, where this side's own process stores
     what comes and refuses what is stale. The others do not write at all.
+    `busy_poll_s` is for how long the threads of `tcp` look for news before they sleep, while most waits are that short.
     `library` has settings that only one transport knows, by name; the table of transports has their defaults and limits.
     """
 
@@ -200,6 +202,7 @@ class TransportSettings:
     tls: ClusterTls | None = None
     unfenced_writes: bool = False
     fenced_writes: bool = False
+    busy_poll_s: float = BUSY_POLL_S
     library: Mapping[str, int | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

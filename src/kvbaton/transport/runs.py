@@ -50,7 +50,18 @@ __all__ = [
 
 _log = logging.getLogger("kvbaton.transport")
 
-_NAMES = ("check_runs", "copy_runs", "gpu_strips", "move_few", "plan_pages", "stamps", "strips", "sum_pieces", "wait_flag")
+_NAMES = (
+    "busy_poll",
+    "check_runs",
+    "copy_runs",
+    "gpu_strips",
+    "move_few",
+    "plan_pages",
+    "stamps",
+    "strips",
+    "sum_pieces",
+    "wait_flag",
+)
 _CODE = tuple(Path(__file__).with_name(f"{name}.c") for name in _NAMES)
 _HEADER = Path(__file__).with_name("strips.h")
 _OPTIONS = ("-O3", "-shared", "-fPIC", "-pthread")
@@ -150,6 +161,8 @@ class Loops:
         self.vouch.argtypes = self.withdraw.argtypes = self.disown.argtypes = [pointer]
         self.withdraw.restype = self.disown.restype = None
         self.can_vouch = code.can_vouch
+        self.busy_poll = code.busy_poll
+        self.busy_poll.argtypes = [ctypes.c_int, ctypes.c_int64]
         self._sum_pieces, self._sum_few = code.sum_pieces, holding.sum_pieces
         word, signed = ctypes.c_uint32, ctypes.c_int64
         for each in (self._sum_pieces, self._sum_few):

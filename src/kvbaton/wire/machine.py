@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from kvbaton.wire.lookup import Found, Lookups
 
-__all__ = ["THIS_MACHINE", "HostLookups", "Machine", "StreamSelector", "StreamSocket", "listen_on"]
+__all__ = ["THIS_MACHINE", "HostLookups", "Machine", "StreamSelector", "StreamSocket", "ThisMachine", "listen_on"]
 
 _BACKLOG = 512
 
@@ -115,7 +115,7 @@ class Machine(Protocol):
         """What finds hosts."""
 
 
-class _ThisMachine:
+class ThisMachine:
     """The system's own."""
 
     def now(self) -> float:
@@ -151,5 +151,5 @@ def listen_on(host: str, port: int) -> socket.socket:
     return bound
 
 
-THIS_MACHINE: Machine = _ThisMachine()
+THIS_MACHINE: Machine = ThisMachine()
 """The one that this process runs on."""

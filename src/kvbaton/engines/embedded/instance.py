@@ -149,6 +149,7 @@ def _group_settings(settings: InstanceSettings, incarnation: Incarnation) -> Gro
         drop=settings.drop or ("all" if settings.drop_writes else ""),
         unfenced_writes=settings.handoff.unfenced_writes,
         fenced_writes=settings.handoff.fenced_writes,
+        busy_poll_s=settings.handoff.busy_poll_s,
         allow=tuple(map(str, settings.trust.allowed.networks)) if settings.trust.allowed is not None else (),
         tls_dir="" if settings.trust.tls_dir is None else str(settings.trust.tls_dir),
     )

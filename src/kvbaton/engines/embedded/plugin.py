@@ -88,7 +88,7 @@ class EmbeddedServers(PreparedEngine):
             command += ["--router", router]
         for setting, value in asdict(options.handoff).items():
             option = f"--{setting.replace('_', '-')}"
-            command += [option] * value if isinstance(value, bool) else [option, value]
+            command += [option] * value if isinstance(value, bool) else [option, str(value)]
         command += [*_serve_arguments(options), *options.arguments]
         url = f"{options.scheme}://{in_url(host)}:{port}"
         environment = core_share(options.sharing) | options.trust_variables()

@@ -82,6 +82,7 @@ class SglangSettings(HostedSettings, frozen=True, kw_only=True, forbid_unknown_f
             unfenced_writes=self.unfenced_writes and is_push,
             fenced_writes=self.fenced_writes and is_push,
             confirmation=self.confirmation,
+            busy_poll_s=self.busy_poll_s,
         )
 
     def agents(self, host: str, port: int) -> AgentSettings:

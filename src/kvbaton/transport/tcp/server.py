@@ -41,6 +41,7 @@ import numpy as np
 
 from kvbaton.errors import ConfigError, PeerRefused, ProtocolError, RangeError, TransportError
 from kvbaton.transport.base import Region, RegionStaging, TransportSettings
+from kvbaton.transport.busy_selector import BusySelector
 from kvbaton.transport.queued import IDLE_S
 from kvbaton.transport.runs import check_offsets
 from kvbaton.transport.tcp import wire
@@ -395,7 +396,7 @@ class RegionServer:
         self._share = ThreadShare(_UNKNOWN_SHARE)
         self._accepted_at = 0.0
         self._resume_at: float | None = None
-        self._selector = selectors.DefaultSelector()
+        self._selector = BusySelector(settings.busy_poll_s)
         self._unknown_selector = selectors.DefaultSelector()
         self._selector.register(self._stopping.fd, selectors.EVENT_READ)
         self._selector.register(self._regated.fd, selectors.EVENT_READ)

@@ -49,6 +49,7 @@ from kvbaton.transport.base import (
     Ticket,
     TransportSettings,
 )
+from kvbaton.transport.busy_selector import BusySelector
 from kvbaton.transport.queued import IDLE_S, REVOKED, BatchJob, Ledger, Mover, QueuedTransport, bytes_detail, detail
 from kvbaton.transport.tcp import wire
 from kvbaton.transport.tcp.server import RegionServer
@@ -597,7 +598,7 @@ class TcpMover(Mover[TcpPeer]):
         """Jobs that end before their last byte: how, once none of their frames is on its way."""
         self._leaving: set[TcpPeer] = set()
         """Peers that were revoked, and have frames on their way."""
-        self._selector = selectors.DefaultSelector()
+        self._selector = BusySelector(settings.busy_poll_s)
         self._selector.register(ledger.work.fd, selectors.EVENT_READ)
         super().__init__("tcp", ledger, settings.timeout_s)
 

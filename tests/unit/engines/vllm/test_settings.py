@@ -30,10 +30,12 @@ def test_everything_is_read() -> None:
             "routers": ["127.0.0.1:1"],
             "http_address": "127.0.0.1:2",
             "retry": 2,
+            "busy_poll_s": 0,
         }
     )
     assert (settings.handoff.mode, settings.handoff.integrity) == (Mode.PULL, Integrity.FULL)
     assert settings.limits.retry == 2
+    assert settings.handoff.busy_poll_s == 0
 
 
 def test_writes_are_chosen_by_name() -> None:
@@ -66,6 +68,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "infinite": ({"control_port": 1, "defer_timeout": math.inf}, "defer_timeout is inf"),
     "word": ({"control_port": 1, "retry": "soon"}, r"\$\.retry"),
     "unreachable": ({"control_port": 1, "routers": ["127.0.0.1:9"]}, "no http_address"),
+    "busy below 0": ({"control_port": 1, "busy_poll_s": -0.001}, "extra_config: busy_poll_s is -0.001"),
+    "busy for long": ({"control_port": 1, "busy_poll_s": 1}, "extra_config: busy_poll_s is 1"),
+    "busy nan": ({"control_port": 1, "busy_poll_s": math.nan}, "extra_config: busy_poll_s is nan"),
     "heartbeat below 0": ({"control_port": 1, "heartbeat_s": -1}, "heartbeat_s is -1"),
     "heartbeat 0": ({"control_port": 1, "heartbeat_s": 0}, "heartbeat_s is 0"),
     "heartbeat nan": ({"control_port": 1, "heartbeat_s": math.nan}, "heartbeat_s is nan"),

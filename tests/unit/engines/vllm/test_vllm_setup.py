@@ -11,7 +11,7 @@ import pytest
 
 import kvbaton
 from kvbaton.config import CLUSTER_KEY_VARIABLE, HandoffSettings, OnFailure
-from kvbaton.core.handoff import Integrity, Mode
+from kvbaton.core.handoff import Confirmation, Integrity, Mode
 from kvbaton.engines.base import Controls, EngineOptions, pair_parts
 from kvbaton.engines.vllm.settings import parse_settings
 from kvbaton.engines.vllm.setup.environment import (
@@ -67,11 +67,23 @@ def test_both_may_be_asked_for_by_name() -> None:
     assert transfer_config("both", HandoffSettings(), {})["kv_role"] == "kv_both"
 
 
-def test_writes_are_told_to_the_connector_when_they_are_chosen() -> None:
-    told = transfer_config("prefill", HandoffSettings(unfenced_writes=True), {"control_port": 1, "transport": "nixl"})
-    assert parse_settings(told["kv_connector_extra_config"]).handoff.unfenced_writes
-    silent = transfer_config("prefill", HandoffSettings(), {"control_port": 1, "transport": "nixl"})
-    assert "unfenced_writes" not in silent["kv_connector_extra_config"]
+@pytest.mark.parametrize(
+    "given",
+    [
+        HandoffSettings(),
+        HandoffSettings(mode=Mode.PULL, integrity=Integrity.SAMPLED),
+        HandoffSettings(unfenced_writes=True),
+        HandoffSettings(confirmation=Confirmation.MESSAGE, busy_poll_s=0.0),
+    ],
+)
+def test_a_server_is_given_how_it_hands_over(given: HandoffSettings) -> None:
+    config = json.loads(json.dumps(transfer_config("prefill", given, {"control_port": 1, "transport": "nixl"})))
+    assert parse_settings(config["kv_connector_extra_config"]).handoff == given
+
+
+def test_what_has_its_default_is_left_out() -> None:
+    config = transfer_config("prefill", HandoffSettings(), {"control_port": 1})
+    assert config["kv_connector_extra_config"].keys() == {"control_port", "mode", "integrity"}
 
 
 def test_what_a_wheel_needs_without_gpu_packages(tmp_path: Path) -> None:

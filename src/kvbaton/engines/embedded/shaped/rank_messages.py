@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from kvbaton.config import KeyFile, parse_trust
+from kvbaton.config import BUSY_POLL_S, KeyFile, parse_trust
 from kvbaton.core.auth import ClusterKey
 from kvbaton.core.card import Endpoint
 from kvbaton.core.handoff import Executor, Incarnation
@@ -91,7 +91,7 @@ class RankTransport(msgspec.Struct, frozen=True):
     """The transport of a rank. `drop` names what a control leaves out; see `drops.py`.
 
     `unfenced_writes` and `fenced_writes` allow peers to write into its memory, and this rank into theirs. `allow` are the
-    networks of peers, `tls_dir` has the certificates with which it encrypts.
+    networks of peers, `tls_dir` has the certificates with which it encrypts; `busy_poll_s` is as in `TransportSettings`.
     """
 
     name: str
@@ -102,6 +102,7 @@ class RankTransport(msgspec.Struct, frozen=True):
     drop: str = ""
     unfenced_writes: bool = False
     fenced_writes: bool = False
+    busy_poll_s: float = BUSY_POLL_S
     allow: tuple[str, ...] = ()
     tls_dir: str = ""
 
@@ -222,6 +223,7 @@ def open_rank_transport(settings: RankTransport, cache: RegionCache, cluster_key
         tls=cluster_tls(Path(settings.tls_dir)) if settings.tls_dir else None,
         unfenced_writes=settings.unfenced_writes,
         fenced_writes=settings.fenced_writes,
+        busy_poll_s=settings.busy_poll_s,
         admits=parse_trust(allow=settings.allow).accepts_from,
     )
     return dropping(open_transport(settings.name, cache.region, transport_settings), cache, settings.drop)

@@ -11,9 +11,9 @@ from typing import Any
 from kvbaton.compat.mori.command_lines import switch_variables
 from kvbaton.config import HandoffSettings
 from kvbaton.core.addresses import ControlAddress
-from kvbaton.core.handoff import Confirmation
 from kvbaton.core.topology import Shape
 from kvbaton.engines.base import EngineOptions, PreparedEngine, ssl_arguments
+from kvbaton.engines.hosted_settings import changed_options
 from kvbaton.engines.sglang.settings import CONFIG_VARIABLE
 from kvbaton.engines.sglang.setup.environment import SglangEnvironment
 from kvbaton.launch.fleet import FleetPart, core_share
@@ -42,11 +42,7 @@ _DECODE = ("--disaggregation-decode-retraction-backup", "cpu_tensor")
 
 def backend_settings(handoff: HandoffSettings, extra: dict[str, Any]) -> dict[str, Any]:
     """The value of the variable that configures the backend, before it is encoded."""
-    how: dict[str, Any] = {"mode": str(handoff.mode), "integrity": str(handoff.integrity)}
-    how |= {"unfenced_writes": True} if handoff.unfenced_writes else {}
-    how |= {"fenced_writes": True} if handoff.fenced_writes else {}
-    how |= {} if handoff.confirmation is Confirmation.STAMP else {"confirmation": str(handoff.confirmation)}
-    return how | extra
+    return changed_options(handoff) | extra
 
 
 def serve_arguments(model: str, host: str, port: int, role: str, backend: str, bootstrap_port: int) -> list[str]:

@@ -12,9 +12,10 @@ from typing import Any
 from kvbaton.compat.mori.command_lines import switch_variables
 from kvbaton.config import HandoffSettings
 from kvbaton.core.addresses import ControlAddress, in_url
-from kvbaton.core.handoff import Confirmation, Mode
+from kvbaton.core.handoff import Mode
 from kvbaton.core.topology import Shape
 from kvbaton.engines.base import EngineOptions, PreparedEngine, ssl_arguments
+from kvbaton.engines.hosted_settings import changed_options
 from kvbaton.engines.vllm.setup.environment import VllmEnvironment
 from kvbaton.errors import ConfigError
 from kvbaton.launch.fleet import FleetPart, core_share
@@ -47,16 +48,12 @@ _ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
 
 def transfer_config(role: str, handoff: HandoffSettings, extra: dict[str, Any]) -> dict[str, Any]:
     """The value of `--kv-transfer-config` for an instance of this role."""
-    how: dict[str, Any] = {"mode": str(handoff.mode), "integrity": str(handoff.integrity)}
-    how |= {"unfenced_writes": True} if handoff.unfenced_writes else {}
-    how |= {"fenced_writes": True} if handoff.fenced_writes else {}
-    how |= {} if handoff.confirmation is Confirmation.STAMP else {"confirmation": str(handoff.confirmation)}
     return {
         "kv_connector": "KVBatonConnector",
         "kv_connector_module_path": "kvbaton.engines.vllm",
         "kv_role": _ROLES[role],
         "kv_load_failure_policy": str(handoff.on_failure),
-        "kv_connector_extra_config": {**how, **extra},
+        "kv_connector_extra_config": {**changed_options(handoff), **extra},
     }
 
 
