@@ -1,12 +1,15 @@
 """vLLM's own MoRIIOConnector, unchanged, on the drop-in for MoRI: every answer is that of one plain vLLM.
 
-A few requests in one of the two modes with `--sample`. The control shows that the answers depend on what was stored.
+A few requests in one of the two modes with `--sample`. The connector ends a server whose cache does not begin on a page; that
+memory does in the environment of a server is looked at in every run. The control shows that the answers depend on what was
+stored.
 """
 
 from __future__ import annotations
 
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,26 +18,30 @@ from vllm_verifying import verify
 
 from kvbaton.core.handoff import Mode
 from kvbaton.engines.vllm.setup.environment import ensure_msgpack
+from kvbaton.launch.ports import PortPicker
 
 pytestmark = pytest.mark.timeout(1800)
 
 _FEW = ("--requests", "4", "--longest-prompt", "200", "--max-tokens", "4")
+_FACTS = ("drop-in", "begins on a page", "write", "read", "deregistered")
 
 
 @pytest.mark.vllm
 @pytest.mark.parametrize(("control", "is_equal"), [("0", "True"), ("1", "False")], ids=["as it is", "control"])
 def test_the_wrapper_of_vllm_moves_tensors_both_ways(control: str, is_equal: str) -> None:
-    environment = ready().environment
+    prepared = ready()
+    environment = prepared.environment
     ensure_msgpack(environment, print)
     script = Path(__file__).parent / "inside" / "moriio_wrapper.py"
-    variables = {**os.environ, **environment.variables(), "KVBATON_MORI": "1", "KVBATON_MORI_DROP_WRITES": control}
+    server = replace(prepared, options=replace(prepared.options, connector="moriio")).part("server", "prefill", PortPicker())
+    variables = {**os.environ, **server.environment, "KVBATON_MORI_DROP_WRITES": control}
     run = subprocess.run(
         [str(environment.python), str(script)], env=variables, capture_output=True, text=True, timeout=600, check=False
     )
-    lines = [line for line in run.stdout.splitlines() if line.startswith(("drop-in", "write", "read", "deregistered"))]
-    expected = ["drop-in True available True", f"write {is_equal}", f"read {is_equal}"]
-    assert lines[:3] == expected, run.stderr[-3000:]
-    assert lines[3:] == ["deregistered TransferError"]
+    lines = [line for line in run.stdout.splitlines() if line.startswith(_FACTS)]
+    expected = ["drop-in True available True", "begins on a page True", f"write {is_equal}", f"read {is_equal}"]
+    assert lines[:4] == expected, run.stderr[-3000:]
+    assert lines[4:] == ["deregistered TransferError"]
 
 
 @pytest.mark.vllm

@@ -33,9 +33,10 @@ def test_lines_of_vllm(capsys: pytest.CaptureFixture[str], mode: Mode) -> None:
     options = EngineOptions("m", connector="moriio", handoff=HandoffSettings(mode=mode))
     servers = VllmServers(VllmEnvironment(Path("/nowhere")), Path("/m"), options)
     for words, role in zip(lines(capsys, "--mode", mode), ("prefill", "decode"), strict=False):
-        assert words[:4] == ["KVBATON_MORI=auto", "vllm", "serve", "/m"]
+        assert words[:5] == ["KVBATON_MORI=auto", "THP_MEM_ALLOC_ENABLE=1", "vllm", "serve", "/m"]
         part = servers.part(role, role, PortPicker(), [_ROUTER])
         assert part.environment["KVBATON_MORI"] == "local"
+        assert part.environment["THP_MEM_ALLOC_ENABLE"] == "1", "vLLM's connector needs a cache that begins on a page"
         printed = json.loads(words[words.index("--kv-transfer-config") + 1])
         started = json.loads(part.command[part.command.index("--kv-transfer-config") + 1])
         extra, same = (each.pop("kv_connector_extra_config") for each in (printed, started))

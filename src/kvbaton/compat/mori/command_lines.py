@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvbaton.compat.mori.settings import COUNTS, DROP_STORES, SWITCH
 from kvbaton.transport.table import exchange_names
 
-__all__ = ["MoriLines", "switch_variables"]
+__all__ = ["PAGE_ALIGNED", "MoriLines", "switch_variables"]
+
+PAGE_ALIGNED = {"THP_MEM_ALLOC_ENABLE": "1"}
+"""Environment in which torch begins every large allocation of main memory on a page. vLLM's MoRIIOConnector needs a cache that
+begins on one, else its server ends at its start; without this, torch for x86-64 begins 64 bytes further on."""
 
 _PORTS_EACH = 10
 
@@ -56,7 +61,7 @@ class MoriLines:
         }
         config = {"kv_connector": "MoRIIOConnector", "kv_role": role, "kv_connector_extra_config": extra}
         command = ["vllm", "serve", self.model, "--host", self.host, "--port", str(port)]
-        return self._line([*command, "--kv-transfer-config", json.dumps(config)])
+        return self._line([*command, "--kv-transfer-config", json.dumps(config)], PAGE_ALIGNED)
 
     def _sglang(self, role: str, port: int) -> str:
         command = ["python", "-m", "sglang.launch_server", "--model-path", self.model, "--host", self.host, "--port", str(port)]
@@ -65,7 +70,8 @@ class MoriLines:
             command += ["--disaggregation-bootstrap-port", str(port + 1)]
         else:
             command += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
-        return self._line([*command, "--disable-overlap-schedule"])
+        return self._line([*command, "--disable-overlap-schedule"], {})
 
-    def _line(self, command: list[str]) -> str:
-        return f"{SWITCH}={self.paths} {shlex.join(command)}"
+    def _line(self, command: list[str], more: Mapping[str, str]) -> str:
+        variables = {SWITCH: self.paths, **more}
+        return " ".join([*(f"{name}={value}" for name, value in variables.items()), shlex.join(command)])

@@ -15,6 +15,8 @@ from mori.io import BackendType, IOEngine, IOEngineConfig  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.moriio.moriio_connector import is_moriio_available  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.moriio.moriio_engine import MoRIIOWrapper  # noqa: E402
 
+_LARGE = 16 << 20
+_MACHINE_PAGE = 4096
 _PAGE = 8192
 _PAGES = 128
 
@@ -28,6 +30,7 @@ def _wrapper(key: str) -> MoRIIOWrapper:
 
 def _main() -> None:
     print("drop-in", getattr(mori, "__kvbaton__", False), "available", is_moriio_available())
+    print("begins on a page", torch.zeros(_LARGE, dtype=torch.int8).data_ptr() % _MACHINE_PAGE == 0)
     producer, consumer = _wrapper("producer"), _wrapper("consumer")
     source = torch.randint(1, 256, (_PAGE * _PAGES,), dtype=torch.uint8)
     target = torch.zeros_like(source)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kvbaton.compat.mori.command_lines import switch_variables
+from kvbaton.compat.mori.command_lines import PAGE_ALIGNED, switch_variables
 from kvbaton.config import HandoffSettings
 from kvbaton.core.addresses import ControlAddress, in_url
 from kvbaton.core.handoff import Mode
@@ -210,6 +210,7 @@ def _with_moriio(servers: VllmServers, name: str, role: str, port: int, ports: P
     part = servers.plain_part(name, port, config)
     dropped = "1" if options.controls.drop_writes else ""
     mori = switch_variables(options.transport, dropped, options.counts_directory)
+    mori |= PAGE_ALIGNED if options.device == "cpu" else {}
     return replace(part, environment=part.environment | mori)
 
 
