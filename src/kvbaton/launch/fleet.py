@@ -21,6 +21,7 @@ from io import FileIO
 from pathlib import Path
 
 from kvbaton.errors import LocalError
+from kvbaton.launch.first_error import FirstError
 from kvbaton.wire.tls import cluster_tls
 
 __all__ = ["Death", "Fleet", "FleetPart", "answers_ok", "core_share"]
@@ -32,6 +33,7 @@ _KILL_AFTER_S = 10.0
 _TIDY_S = 3.0
 _KEPT_LINES = 40
 _LATE_LINES = 5
+_LINES_AFTER_ERROR = 10
 _LINE_CHARACTERS = 16384
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -76,6 +78,8 @@ class Death:
     pid: int
     returncode: int
     last_lines: tuple[str, ...]
+    first_error: tuple[str, ...] = ()
+    """What it printed of its first error; the last lines of several processes only show what followed from that."""
 
     def __str__(self) -> str:
         if self.returncode < 0:
@@ -128,21 +132,22 @@ class Fleet(contextlib.AbstractContextManager["Fleet"]):
         return self._find(name).process.pid
 
     def wait_healthy(self, timeout_s: float, on_healthy: Callable[[str], None] | None = None) -> None:
-        """Wait until every part answers on its health URL; raises LocalError with its last lines when one dies or is late."""
+        """Wait until every part answers on its health URL.
+
+        Raises LocalError when one dies or is late, with the first error that it printed and its last lines.
+        """
         give_up_at = time.monotonic() + timeout_s
         waiting = list(self._running)
         while waiting:
             if (death := self.death()) is not None:
-                raise LocalError(f"{death}; its last lines:\n" + "\n".join(f"  {line}" for line in death.last_lines))
+                raise LocalError(f"{death}; {_explained(death)}")
             for running in [running for running in waiting if answers_ok(running.part.health_url, running.part.tls_dir)]:
                 waiting.remove(running)
                 if on_healthy is not None:
                     on_healthy(running.part.name)
             if waiting and time.monotonic() > give_up_at:
                 names = ", ".join(running.part.name for running in waiting)
-                printed = "".join(
-                    f"\n  {each.part.name}: {line}" for each in waiting for line in list(each.last_lines)[-_LATE_LINES:]
-                )
+                printed = "".join(f"\n  {each.part.name}: {line}" for each in waiting for line in each.shown_late())
                 raise LocalError(f"not healthy after {timeout_s:g} s: {names}; their last lines:{printed or ' none'}")
             if waiting:
                 time.sleep(_POLL_S)
@@ -211,6 +216,7 @@ class _Running:
         self.part = part
         self.process = process
         self.last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self.first_error = FirstError()
         self._log = _PartLog(log_path)
         self._on_line = on_line
         self._death: Death | None = None
@@ -224,8 +230,14 @@ class _Running:
         returncode = self.process.poll()
         if self._death is None and returncode is not None:
             self.reader.join(1.0)
-            self._death = Death(self.part.name, self.process.pid, returncode, tuple(self.last_lines))
+            ended = self.part.name, self.process.pid, returncode
+            self._death = Death(*ended, tuple(self.last_lines), self.first_error.lines())
         return self._death
+
+    def shown_late(self) -> list[str]:
+        """What it printed that may explain why it does not answer: its first error, and its last lines."""
+        last = list(self.last_lines)[-_LATE_LINES:]
+        return [*(line for line in self.first_error.lines() if line not in last), *last]
 
     def _read(self) -> None:
         if self.process.stdout is None:
@@ -238,12 +250,25 @@ class _Running:
 
     def _take(self, line: str) -> None:
         self.last_lines.append(line)
+        self.first_error.take(line)
         if self._on_line is None or self.is_ending:
             return
         try:
             self._on_line(self.part.name, line)
         except Exception as error:  # noqa: BLE001
             self._log.write(f"kvbaton: the line above was not handed on: {type(error).__name__}: {error}\n")
+
+
+def _explained(death: Death) -> str:
+    """What a part has printed about its end: its last lines, and before them its first error where that is not among them."""
+    first, last = death.first_error, death.last_lines
+    if set(first) <= set(last):
+        return "its last lines:\n" + _indented(last)
+    return f"its first error:\n{_indented(first)}\nand its last lines:\n{_indented(last[-_LINES_AFTER_ERROR:])}"
+
+
+def _indented(lines: Sequence[str]) -> str:
+    return "\n".join(f"  {line}" for line in lines)
 
 
 class _PartLog:

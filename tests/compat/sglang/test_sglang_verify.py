@@ -20,7 +20,7 @@ def verify(*arguments: str, engine: tuple[str, ...] = ("--engine", "sglang")) ->
     ready()
     command = kvbaton_command("verify", *engine, "--json", *arguments)
     ran = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
-    assert ran.stdout, ran.stderr[-3000:]
+    assert ran.stdout, ran.stderr[-12_000:]
     document: dict[str, Any] = json.loads(ran.stdout)
     return ran.returncode, document
 

@@ -20,6 +20,6 @@ def verify(*arguments: str) -> tuple[int, dict[str, Any]]:
     ready()
     command = kvbaton_command("verify", "--engine", "vllm", "--json", *arguments)
     run = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
-    assert run.stdout, run.stderr[-3000:]
+    assert run.stdout, run.stderr[-12_000:]
     document: dict[str, Any] = json.loads(run.stdout)
     return run.returncode, document

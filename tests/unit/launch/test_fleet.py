@@ -86,6 +86,37 @@ def test_the_last_lines_are_few(fleet: Fleet) -> None:
     assert len(str(caught.value).splitlines()) < 50
 
 
+# A worker fails, and the server that waits for it prints more than is kept of last lines.
+_HELPER_FAILS = """
+print("(Worker pid=7) ERROR 11-19 15:21:05 [x.py:1] Traceback (most recent call last):")
+print("(Worker pid=7) ERROR 11-19 15:21:05 [x.py:1]   File 'x.py', line 1, in register")
+print("(Worker pid=7) ERROR 11-19 15:21:05 [x.py:1] ValueError: shared KV backing too small")
+print("\\n".join(f"frame {n}" for n in range(1000)))
+print("RuntimeError: Engine core initialization failed. See root cause above.", flush=True)
+"""
+
+
+def test_a_part_that_dies_early_is_explained_by_its_first_error_however_much_follows(fleet: Fleet) -> None:
+    fleet.start(_part("bad", _HELPER_FAILS + "raise SystemExit(1)"))
+    with pytest.raises(LocalError) as caught:
+        fleet.wait_healthy(30)
+    lines = str(caught.value).splitlines()
+    assert lines[0].endswith("ended with exit code 1; its first error:")
+    assert lines[3] == "  ValueError: shared KV backing too small"
+    assert lines[-1] == "  RuntimeError: Engine core initialization failed. See root cause above."
+    assert len(lines) < 20
+
+
+def test_a_part_that_prints_an_error_and_never_answers_is_explained_by_it(fleet: Fleet) -> None:
+    fleet.start(_part("stuck", _HELPER_FAILS + SLEEP))
+    log = fleet.log_directory / "stuck.log"
+    wait_until(lambda: log.exists() and "RuntimeError" in log.read_text(), "its lines are in the log")
+    with pytest.raises(LocalError) as caught:
+        fleet.wait_healthy(0.5)
+    assert "\n  stuck: ValueError: shared KV backing too small\n" in str(caught.value)
+    assert len(str(caught.value).splitlines()) < 20
+
+
 def test_a_part_that_never_answers_is_named_with_its_last_lines_because_its_logs_go_with_it(fleet: Fleet) -> None:
     fleet.start(_server("ill", status=503))
     log = fleet.log_directory / "ill.log"
