@@ -9,6 +9,7 @@ import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -27,6 +28,7 @@ from kvbaton.transport.table import (
     transport_entries,
     transport_entry,
 )
+from kvbaton.transport.tcp import TcpTransport
 
 __all__ = ["FENCED_KINDS", "HOST_KINDS", "READ_KINDS", "WRITE_KINDS", "ContractKind", "find_kind", "params"]
 
@@ -66,6 +68,19 @@ def _open_in_memory(region: Region, settings: TransportSettings) -> Transport:
     return MemoryTransport(region, _HUB, settings)
 
 
+def _open_without_compiler(region: Region, settings: TransportSettings) -> Transport:
+    """Transport tcp as it is where there are no loops in C."""
+    with (
+        patch("kvbaton.transport.tcp.transport.load_loops", new=_no_loops),
+        patch("kvbaton.transport.queued.load_loops", new=_no_loops),
+    ):
+        return TcpTransport(region, settings)
+
+
+def _no_loops() -> None:
+    return None
+
+
 def _kind_of(entry: TransportEntry, variant: TransportVariant) -> ContractKind:
     return ContractKind(entry, variant, entry.stand_in if entry.stand_in and entry.why_not_here() else "")
 
@@ -76,6 +91,9 @@ def _for_tests_only() -> list[ContractKind]:
         ContractKind(memory, TransportVariant("memory"), _open_in_memory),
         ContractKind(faulty, TransportVariant("faulty"), _open_in_memory, is_faulty=True),
         ContractKind(transport_entry(AUTO), TransportVariant("auto")),
+        ContractKind(
+            dataclasses.replace(transport_entry("tcp"), opener=_open_without_compiler), TransportVariant("tcp, no compiler")
+        ),
     ]
 
 

@@ -41,7 +41,7 @@ from kvbaton.transport.exchange.wire import (
     unpack_answer,
 )
 from kvbaton.transport.neighbour import Neighbour
-from kvbaton.transport.tcp.sockets import Vectors
+from kvbaton.transport.tcp.vectors import Vectors
 from kvbaton.transport.tcp.wire import HELLO_BYTES, NONCE_BYTES, PROOF_BYTES, Secret, unpack_hello
 
 __all__ = ["EXCHANGE_PLANTS", "ExchangeBugs", "ExchangeCampaign", "ExchangeViolation", "run_exchange", "run_exchange_seeds"]

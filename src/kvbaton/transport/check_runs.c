@@ -47,3 +47,10 @@ int check_runs(const uint64_t *runs, long row, long column, long count, uint64_t
     }
     return are_in_order || (are_equal && is_grid(targets, count, size, lowest, highest));
 }
+
+/* The bytes of runs that were checked. */
+uint64_t count_bytes(const uint64_t *runs, long row, long column, long count) {
+    uint64_t total = 0;
+    for (long run = 0; run < count; run++) total += runs[run * row + 2 * column];
+    return total;
+}

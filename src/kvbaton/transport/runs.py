@@ -45,6 +45,7 @@ __all__ = [
     "check_runs",
     "compile_c",
     "StripTable",
+    "VectorPlace",
     "load_loops",
 ]
 
@@ -60,6 +61,7 @@ _NAMES = (
     "stamps",
     "strips",
     "sum_pieces",
+    "vectors",
     "wait_flag",
 )
 _CODE = tuple(Path(__file__).with_name(f"{name}.c") for name in _NAMES)
@@ -87,6 +89,7 @@ _FEW_TAKEN = 8 * MAX_SLICE_RUNS
 _AS_TUPLE = msgspec.structs.astuple
 _STRIP_WORDS = 10
 _ROW_BYTES = 24
+_PIECE_BYTES = 16
 _NO_SLOT_AT: int = NO_SLOT.ctypes.data
 _TOO_LONG = 1
 """What the loop answers instead of summing more than it may."""
@@ -96,6 +99,13 @@ class _RunPlace(ctypes.Array[ctypes.c_uint64]):
     """Where a loop is in its runs: `struct cursor` of strips.h."""
 
     _length_ = 6
+    _type_ = ctypes.c_uint64
+
+
+class VectorPlace(ctypes.Array[ctypes.c_uint64]):
+    """The beginning of `struct vectors` of vectors.c: where the next piece is, how many are left, bytes in all, bytes moved."""
+
+    _length_ = 4
     _type_ = ctypes.c_uint64
 
 
@@ -129,6 +139,8 @@ class Loops:
         self._check_runs, self._check_few = code.check_runs, holding.check_runs
         for check in (self._check_runs, self._check_few):
             check.argtypes = [pointer, number, number, number, size, size, pointer]
+        self._count_bytes = holding.count_bytes
+        self._count_bytes.argtypes, self._count_bytes.restype = [pointer, number, number, number], size
         self._check_strips, self._take_runs, self._take_few = holding.check_strips, code.take_runs, holding.take_runs
         self._check_strips.argtypes = [pointer, size, size, size]
         for take in (self._take_runs, self._take_few):
@@ -184,23 +196,43 @@ class Loops:
         self.begin_on_gpu.argtypes, self.begin_on_gpu.restype = [pointer, pointer, size, *ending], ctypes.c_int64
         self.check_and_begin.argtypes = [pointer, ctypes.c_char_p, ctypes.c_char_p, size, *ending]
         self.check_and_begin.restype = ctypes.c_int64
+        self._bind_vectors(code, holding)
         self.limit_sums = code.limit_sums
         self.limit_sums.argtypes = [ctypes.c_int]
         self.can_sum = self._sums_as_zlib()
         """Whether `sum` gives what zlib gives: the peer may have no compiler, and compares our sums with its own."""
+
+    def _bind_vectors(self, code: ctypes.CDLL, holding: ctypes.PyDLL) -> None:
+        pointer, number, size, wide = ctypes.c_void_p, ctypes.c_long, ctypes.c_uint64, ctypes.c_int64
+        listed = (pointer, number, number, number)
+        self._lay_out_request, self._lay_out_target = holding.lay_out_request, holding.lay_out_target
+        self._lay_out_request.argtypes, self._lay_out_request.restype = [size, *listed, pointer], wide
+        self._lay_out_target.argtypes = [size, *listed, size, pointer]
+        self._lay_out_reply, self.leave_behind = holding.lay_out_reply, holding.leave_behind
+        self._lay_out_reply.argtypes = [size, pointer, size, size, size, size, pointer]
+        self.leave_behind.argtypes, self.leave_behind.restype = [pointer, size], None
+        # System calls, without the interpreter's lock.
+        self.move_vectors, self.answer_read, self.begin_reply = code.move_vectors, code.answer_read, code.begin_reply
+        self.move_vectors.argtypes, self.move_vectors.restype = [ctypes.c_int, pointer, ctypes.c_int], wide
+        self.answer_read.argtypes = [ctypes.c_int, pointer, size, size, size, size, pointer, size]
+        self.answer_read.restype = wide
+        self.begin_reply.argtypes, self.begin_reply.restype = [ctypes.c_int, pointer], wide
 
     def checked(self, runs: Runs, source_bytes: int, target_bytes: int) -> Runs | None:
         """A copy of `runs`, each column in one piece, when all lie inside both regions and no two targets overlap.
 
         None when that is not so, or not seen in one pass: an empty run, targets of several sizes in no order.
         """
-        if not runs.flags.aligned:
+        if not len(runs) or (listed := _listed(runs)) is None:
             return None
-        own = np.empty(runs.shape, np.uint64, order="F")
-        row, column = (stride // runs.itemsize for stride in runs.strides)
-        numbers = (row, column, len(runs), source_bytes, target_bytes)
+        own = np.empty((3, len(runs)), np.uint64)
         check = self._check_few if len(runs) <= MAX_SLICE_RUNS else self._check_runs
-        return own if check(runs.ctypes.data, *numbers, own.ctypes.data) else None
+        return own.T if check(*listed, source_bytes, target_bytes, _FIRST_BYTE.from_buffer(own.data)) else None
+
+    def count_bytes(self, runs: Runs) -> int:
+        """The bytes of runs that were checked."""
+        listed = _listed(runs)
+        return count_bytes(runs) if listed is None else int(self._count_bytes(*listed))
 
     def passes(self, table: StripTable, source_bytes: int, target_bytes: int) -> bool:
         """Whether all runs of a plan are seen, from its slots and places, to be inside both regions and not to overlap."""
@@ -243,6 +275,28 @@ class Loops:
         out = np.empty((most, 3), np.uint64)
         count = self._plan_pages(pages.table, asked.buffer_info()[0], _FIRST_BYTE.from_buffer(out.data), most)
         return out[:count] if count else None
+
+    def lay_out_request(self, request_id: int, runs: Runs, room: VectorPlace) -> int:
+        """Lay out the request for the source side of runs, as vectors.c has it; returns their bytes, below 0 if not done."""
+        if (listed := _listed(runs)) is None:
+            return -1
+        return int(self._lay_out_request(request_id, *listed, room))
+
+    def lay_out_target(self, request_id: int, runs: Runs, address: int, room: VectorPlace) -> bool:
+        """Lay out the target side of runs in a region at `address`, to which the reply goes; returns whether that is done."""
+        if (listed := _listed(runs)) is None:
+            return False
+        return bool(self._lay_out_target(request_id, *listed, address, room))
+
+    def lay_out_reply(
+        self, request_id: int, named: bytearray, region: tuple[int, int], most_bytes: int, room: VectorPlace
+    ) -> bool:
+        """Lay out the reply to a request for the pieces that its body names; `region` is its address and its bytes.
+
+        False where a piece leaves the region, or all have more than `most_bytes`.
+        """
+        count = len(named) // _PIECE_BYTES
+        return bool(self._lay_out_reply(request_id, _FIRST_BYTE.from_buffer(named), count, *region, most_bytes, room))
 
     def sums(self, start: int, region_bytes: int, pieces: Pieces, ends: Sequence[int], value: int) -> list[int]:
         """CRC-32 of parts of these pieces of a region, as `RegionSummer.sums`; long ones without the interpreter's lock.
@@ -365,9 +419,11 @@ def _listed(runs: Runs) -> tuple[ctypes.Array[ctypes.c_char] | int, int, int, in
     """Where loops in C find runs: address, steps from run to run and from number to number, count; None for other arrays."""
     if runs.dtype != np.uint64 or runs.ndim != 2 or runs.shape[1] != 3 or not runs.flags.aligned:
         return None
+    # To point at the buffer of an array is quicker than to find its address.
     if len(runs) and runs.flags.carray:
-        # As nearly always, and to point at the buffer of an array is quicker than to find its address.
         return _FIRST_BYTE.from_buffer(runs.data), 3, 1, len(runs)
+    if len(runs) and runs.T.flags.carray:  # as in the copy that `checked` makes; `flags.farray` is also true where it is not so
+        return _FIRST_BYTE.from_buffer(runs.T.data), 1, len(runs), len(runs)
     row, column = (stride // runs.itemsize for stride in runs.strides)
     return runs.ctypes.data, row, column, len(runs)
 
@@ -564,7 +620,7 @@ class RunCursor:
         self._table = runs if isinstance(runs, StripTable) and loops is not None else None
         known = runs.plan if isinstance(runs, StripTable) else runs
         self._runs = unroll(known) if self._table is None else NO_RUNS
-        self.total_bytes = count_bytes(known)
+        self.total_bytes = count_bytes(known) if loops is None or isinstance(known, Plan) else loops.count_bytes(known)
         self.done_bytes = 0
         self.place = _RunPlace()
         self._peeked, self._peeked_bytes = _RunPlace(), 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import select
 import socket
 import struct
@@ -36,7 +35,6 @@ from kvbaton.core.handoff import Incarnation
 from kvbaton.errors import ConfigError, ProtocolError, TransportError
 from kvbaton.transport.base import Batch, Direction, PeerRank, Region, TransportSettings
 from kvbaton.transport.tcp import TcpTransport
-from kvbaton.transport.tcp.sockets import Vectors
 from kvbaton.transport.tcp.wire import (
     HELLO_BYTES,
     PIECE_BYTES,
@@ -53,6 +51,13 @@ from kvbaton.transport.tcp.wire import (
     unpack_request,
 )
 from watching import wait_until
+
+
+@pytest.fixture(autouse=True, params=["C", "NumPy"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the loops in C that lay requests and replies out, where there is a compiler, and without."""
+    if request.param == "NumPy":
+        monkeypatch.setattr("kvbaton.transport.tcp.transport.load_loops", lambda: None)
 
 
 @pytest.fixture
@@ -126,6 +131,26 @@ def test_the_owner_checks_ranges_itself(source: TcpTransport) -> None:
         reader.sendall(pack_request(8, np.array([[60, 0, 4], [0, 0, 2]], np.uint64)))
         assert unpack_reply(take(reader, REPLY_BYTES)).payload_bytes == 6
         assert take(reader, 6) == CONTENT[60:] + CONTENT[:2]
+
+
+@pytest.mark.parametrize("step", [1, 7, 33, 1000])
+def test_requests_are_answered_in_order_in_whatever_portions_they_come(source: TcpTransport, step: int) -> None:
+    good = [pack_request(number, np.array([[number, 0, 3], [40, 0, number]], np.uint64)) for number in range(8)]
+    bad = pack_request(8, np.array([[65, 0, 1]], np.uint64))
+    sent = b"".join([*good[:4], bad, *good[4:]])
+    with dial(source.endpoint()) as reader:
+        shake_hands(reader, source.endpoint())
+        reader.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for at in range(0, len(sent), step):
+            reader.sendall(sent[at : at + step])
+        for number in (0, 1, 2, 3, 8, 4, 5, 6, 7):
+            reply = unpack_reply(take(reader, REPLY_BYTES))
+            assert reply.request_id == number
+            data = take(reader, reply.payload_bytes)
+            if number < 8:
+                assert data == CONTENT[number : number + 3] + CONTENT[40 : 40 + number]
+            else:
+                assert (reply.status, data[:6]) == (Status.RANGE, b"run 0:")
 
 
 def test_a_region_that_is_smaller_than_its_card_says_fails_the_batch_only(source: TcpTransport, target: TcpTransport) -> None:
@@ -272,19 +297,3 @@ def test_decoders_raise_only_protocol_errors(data: bytes) -> None:
             decode(data[:size].ljust(size, b"\0"))
         except ProtocolError:
             continue
-
-
-@given(st.lists(st.integers(0, 9), max_size=12), st.data())
-def test_vectors_walk_their_pieces_in_order(lengths: list[int], data: st.DataObject) -> None:
-    memory = np.arange(sum(lengths) + 1, dtype=np.uint8)
-    starts = memory.ctypes.data + np.cumsum([0, *lengths])[:-1]
-    vectors = Vectors(np.array([starts, lengths], np.uint64).T.reshape(-1, 2), memory)
-    seen = b""
-    while vectors.remaining_bytes:
-        address, count = vectors.head()
-        table = ctypes.string_at(address, 16 * count)
-        head = b"".join(ctypes.string_at(*struct.unpack_from("<QQ", table, 16 * row)) for row in range(count))
-        moved = data.draw(st.integers(1, len(head)))
-        seen += head[:moved]
-        vectors.advance(moved)
-    assert seen == memory[:-1].tobytes()

@@ -17,7 +17,8 @@ import numpy as np
 from kvbaton.core.plan import Runs
 from kvbaton.errors import PeerLost, RangeError
 from kvbaton.transport.exchange.memories import MemoryTable
-from kvbaton.transport.tcp.sockets import VectorCalls, Vectors
+from kvbaton.transport.tcp.sockets import VectorCalls
+from kvbaton.transport.tcp.vectors import Vectors
 
 __all__ = ["TURN", "Flow", "MemoryFill", "MemorySend", "Skip", "Step"]
 

@@ -2,7 +2,8 @@
 
 A connection is a small machine: handshake, then request head, pieces, reply, and again. While a reply is being sent nothing is
 read, so TCP itself holds back a reader that asks faster than it takes. What is no handshake and no request ends that
-connection only, and is counted.
+connection only, and is counted. Where there are loops in C, a request to read that has come as a whole and is right is taken,
+and its reply begun, in one call; every other one goes step by step.
 
 Where peers may write, this thread is the one that stores what they send, straight from the socket into place, as far as
 gate.py allows it at that moment. What may not be stored is received all the same, and dropped: the frames behind it may be
@@ -43,10 +44,11 @@ from kvbaton.errors import ConfigError, PeerRefused, ProtocolError, RangeError, 
 from kvbaton.transport.base import Region, RegionStaging, TransportSettings
 from kvbaton.transport.busy_selector import BusySelector
 from kvbaton.transport.queued import IDLE_S
-from kvbaton.transport.runs import check_offsets
+from kvbaton.transport.runs import MAX_SLICE_RUNS, Loops, check_offsets
 from kvbaton.transport.tcp import wire
 from kvbaton.transport.tcp.gate import WriteGate, WriteStream
-from kvbaton.transport.tcp.sockets import LOW_WATER_BYTES, TLS_ROOM_BYTES, TlsCalls, VectorCalls, Vectors, tune, vectors_of
+from kvbaton.transport.tcp.sockets import LOW_WATER_BYTES, TLS_ROOM_BYTES, TlsCalls, VectorCalls, tune
+from kvbaton.transport.tcp.vectors import LoopVectors, Vectors, pieces_of, reply_vectors, vectors_of
 from kvbaton.transport.wakeup import Wakeup
 from kvbaton.wire.metering import ThreadShare
 from kvbaton.wire.tls import TlsError, TlsSocket, check_handshake_bytes, tls_reason
@@ -102,7 +104,7 @@ class _Incoming:
         if self.staged is not None:
             self.target = Vectors(np.array([[self.staged.ctypes.data, self.size_bytes]], np.uint64), self.staged)
         else:
-            self.target = Vectors(head.pieces + np.array([region.address, 0], np.uint64), region)
+            self.target = Vectors(pieces_of(region, head.pieces), region)
 
     def refuse(self, status: wire.Status, why: str) -> None:
         if self.status is wire.Status.OK:
@@ -138,6 +140,7 @@ class _Reader:
         self._low_water = 1
         self.phase = _ReaderPhase.TLS if isinstance(sock, TlsSocket) else _ReaderPhase.HELLO
         self._reply = vectors_of(wire.pack_hello(self._challenge))
+        self._kept_reply: LoopVectors | None = None
 
     @property
     def is_replying(self) -> bool:
@@ -168,6 +171,8 @@ class _Reader:
             return True
         if self.phase is _ReaderPhase.STORING:
             return self._store()
+        if self._answers_at_once():
+            return True
         data = self.sock.recv(self._wanted - len(self._inbox))
         if not data:
             return False
@@ -235,22 +240,39 @@ class _Reader:
             proof = secret.owner_proof(self._challenge, wire.unpack_handshake(message))
             self._answer_with(_ReaderPhase.REPLY, wire.Status.OK, proof)
 
+    def _answers_at_once(self) -> bool:
+        """Take a request to read and begin its reply, in one call; False where it has to be looked at, or is not whole."""
+        owner = self._owner
+        if self.phase is not _ReaderPhase.REQUEST or self._inbox or self._stream is not None or owner.staging is not None:
+            return False
+        begun = owner.calls.answer_read(self.sock, owner.region, self._kept_reply)
+        if begun is None:
+            return False
+        taken_bytes, reply = begun
+        self.moved_bytes += taken_bytes
+        if reply.most_pieces <= MAX_SLICE_RUNS:  # what a usual request needs is kept for the next one
+            self._kept_reply = reply
+        if reply.remaining_bytes:
+            self._reply, self.phase = reply, _ReaderPhase.REPLY
+        return True
+
     def _on_pieces(self, message: bytearray) -> None:
-        pieces, region = wire.unpack_pieces(message), self._owner.region
         try:
-            check_offsets(pieces[:, 0], pieces[:, 1], region.region_bytes, "source")
+            if self._owner.staging is None:
+                self._reply = reply_vectors(self._request_id, message, self._owner.region, self._owner.calls.loops)
+            else:
+                self._reply = self._staged_reply(message, self._owner.staging)
+            self.phase = _ReaderPhase.REPLY
         except RangeError as error:
             self._answer_with(_ReaderPhase.REPLY, wire.Status.RANGE, str(error).encode()[: wire.MAX_TEXT_BYTES])
-            return
-        head = wire.pack_reply(wire.Status.OK, self._request_id, int(pieces[:, 1].sum()))
-        staging = self._owner.staging
-        if staging is None:
-            self._reply = vectors_of(head, pieces + np.array([region.address, 0], np.uint64))
-        else:
-            # A copy: another reader's request may be staged before this reply is sent.
-            data = np.frombuffer(staging.gather(pieces), np.uint8).copy()
-            self._reply = vectors_of(head, np.array([[data.ctypes.data, len(data)]], np.uint64), data)
-        self.phase = _ReaderPhase.REPLY
+
+    def _staged_reply(self, message: bytearray, staging: RegionStaging) -> Vectors:
+        pieces = wire.unpack_pieces(message)
+        check_offsets(pieces[:, 0], pieces[:, 1], self._owner.region.region_bytes, "source")
+        # A copy: another reader's request may be staged before this reply is sent.
+        data = np.frombuffer(staging.gather(pieces), np.uint8).copy()
+        head = wire.pack_reply(wire.Status.OK, self._request_id, len(data))
+        return vectors_of(head, np.array([[data.ctypes.data, len(data)]], np.uint64), data)
 
     # What a writer does.
 
@@ -370,7 +392,7 @@ class _Reader:
 class RegionServer:
     """Listens on `host` and `port`, and serves reads of `region` until `stop`. `garbage_total` counts bad connections."""
 
-    def __init__(self, region: Region, settings: TransportSettings, arrived: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, region: Region, settings: TransportSettings, loops: Loops | None, arrived: Callable[[], None]) -> None:
         """`arrived` is called when there is something to take from the gate's arrivals."""
         self._regated = Wakeup()
         self.gate = WriteGate(settings.fenced_writes, settings.max_in_flight, self._regated.set, arrived)
@@ -378,7 +400,7 @@ class RegionServer:
         self.region = region
         self.staging = region.open_staging()
         self._tls = settings.tls
-        self.calls = VectorCalls() if settings.tls is None else TlsCalls()
+        self.calls = VectorCalls(loops) if settings.tls is None else TlsCalls(loops)
         self._timeout_s = settings.timeout_s
         self._max_peers, self._streams = settings.max_peers, settings.streams
         self.secret = wire.Secret(secrets.token_bytes(wire.TOKEN_BYTES), settings.cluster_key, settings.incarnation or "")

@@ -8,17 +8,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import os
 import socket
 import ssl
 from collections.abc import Callable
-from typing import cast
+from typing import NoReturn, cast
 
-import numpy as np
+from kvbaton.transport.base import Region
+from kvbaton.transport.runs import MAX_SLICE_RUNS, Loops
+from kvbaton.transport.tcp import wire
+from kvbaton.transport.tcp.vectors import LoopVectors, Vectors
 
-from kvbaton.transport.base import Runs
-
-__all__ = ["LOW_WATER_BYTES", "TLS_ROOM_BYTES", "TlsCalls", "VectorCalls", "Vectors", "tune", "vectors_of"]
+__all__ = ["LOW_WATER_BYTES", "TLS_ROOM_BYTES", "TlsCalls", "VectorCalls", "tune"]
 
 LOW_WATER_BYTES = 1 << 20
 """How much a socket that is sure to bring more is to have before it wakes its thread."""
@@ -26,14 +28,12 @@ LOW_WATER_BYTES = 1 << 20
 TLS_ROOM_BYTES = 32 << 10
 """A record that TLS has read in part does not come again: what is left on the wire may be so much less."""
 
-_MAX_PIECES = 1024
-_PIECE_BYTES = 16
 _RECORD_BYTES = 16 << 10
 _ROOM_BYTES = 16 * _RECORD_BYTES
 _DIRECT_BYTES = 4 * _RECORD_BYTES
 _TLS_TURN_BYTES = 1 << 20
 _WRITABLE = 0x200
-_NO_PIECES = np.empty((0, 2), np.uint64)
+_SENDS, _RECEIVES = 0, 1
 _FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
@@ -60,69 +60,14 @@ class _MessageHead(ctypes.Structure):
     )
 
 
-class Vectors:
-    """`pieces` has the shape (n, 2): address and bytes. The maker keeps the memory alive, and passes `keep` for that."""
-
-    def __init__(self, pieces: Runs, keep: object = None) -> None:
-        # A copy in any case: the next piece is shortened in place.
-        self._pieces = pieces.copy() if pieces[:, 1].all() else pieces[pieces[:, 1] > 0]
-        self._first = int(self._pieces.ctypes.data)
-        self._keep = keep
-        self._ends = self._pieces.view(np.int64)[:, 1].cumsum()
-        self._index = 0
-        self._done_bytes = 0
-        self.total_bytes = int(self._ends[-1]) if len(self._ends) else 0
-
-    @property
-    def remaining_bytes(self) -> int:
-        """Bytes that are still to be moved."""
-        return self.total_bytes - self._done_bytes
-
-    def head(self) -> tuple[int, int]:
-        """Where the next pieces are described, and how many of them one call takes."""
-        return self._first + self._index * _PIECE_BYTES, min(len(self._pieces) - self._index, _MAX_PIECES)
-
-    def first(self) -> tuple[int, int]:
-        """Address and bytes of the next piece."""
-        address, size = self._pieces[self._index].tolist()
-        return address, size
-
-    def peek(self, most_bytes: int) -> list[list[int]]:
-        """Address and bytes of the next pieces, the last one cut where they would be more than `most_bytes`."""
-        left, at, found = min(most_bytes, self.remaining_bytes), self._index, []
-        while left:
-            # As many as there are if the others are as long as the first: making lists of all that follow would cost more.
-            taken = self._pieces[at : at + 1 + left // int(self._pieces[at, 1])].tolist()
-            at += len(taken)
-            for address, size in taken:
-                found.append([address, min(size, left)])
-                left -= found[-1][1]
-                if not left:
-                    break
-        return found
-
-    def advance(self, count: int) -> None:
-        """Leave the next `count` bytes behind."""
-        self._done_bytes += count
-        self._index = int(np.searchsorted(self._ends, self._done_bytes, side="right"))
-        if self._index < len(self._pieces):
-            left = np.uint64(int(self._ends[self._index]) - self._done_bytes)
-            piece = self._pieces[self._index]
-            piece[0] += piece[1] - left
-            piece[1] = left
-
-
-def vectors_of(head: bytes, pieces: Runs = _NO_PIECES, keep: object = None) -> Vectors:
-    """A head and the pieces of memory that follow it."""
-    kept = np.frombuffer(head, np.uint8)
-    first = np.array([[kept.ctypes.data, len(kept)]], np.uint64)
-    return Vectors(np.concatenate([first, pieces]) if len(pieces) else first, (kept, keep))
-
-
 class VectorCalls:
-    """`sendmsg` and `recvmsg` of the C library, bound once; for one thread."""
+    """`sendmsg` and `recvmsg` of the C library, bound once; for one thread. `loops` lay out what is sent and filled."""
 
-    def __init__(self) -> None:
+    _sees_bytes = True
+    """Whether the system's calls bring what the peer has sent, which a loop in C may look at."""
+
+    def __init__(self, loops: Loops | None = None) -> None:
+        self.loops = loops
         libc = ctypes.CDLL(None, use_errno=True)
         self._head = _MessageHead()
         self._calls = (libc.sendmsg, libc.recvmsg)
@@ -132,22 +77,62 @@ class VectorCalls:
 
     def send(self, sock: socket.socket, vectors: Vectors) -> int:
         """Send as much as the socket takes now; returns how many bytes. Raises OSError, BlockingIOError when it takes none."""
-        return self._move(0, sock, vectors)
+        return self._move(_SENDS, sock, vectors)
 
     def receive(self, sock: socket.socket, vectors: Vectors) -> int:
         """Fill as much as has come; 0 when the other end has closed. Raises OSError, BlockingIOError when nothing has come."""
-        return self._move(1, sock, vectors)
+        return self._move(_RECEIVES, sock, vectors)
+
+    def answer_read(self, sock: socket.socket, region: Region, kept: LoopVectors | None) -> tuple[int, LoopVectors] | None:
+        """Take the next request off a socket, if it is a whole one to read pieces of `region`, and begin to send the reply.
+
+        Returns how many bytes it had, and the reply, in `kept` where there is room for it. None, with nothing taken, where the
+        request is anything else, and where there is no loop to look. Raises ConnectionAbortedError.
+        """
+        if self.loops is None or not self._sees_bytes:
+            return None
+        reply = LoopVectors(self.loops, MAX_SLICE_RUNS) if kept is None else kept
+        given = (wire.MAX_PIECES, wire.MAX_PAYLOAD_BYTES, region.address, region.region_bytes)
+        taken = self.loops.answer_read(sock.fileno(), self._scratch, *given, reply.place, reply.most_pieces)
+        if -wire.MAX_PIECES <= taken < 0:
+            reply = LoopVectors(self.loops, -taken)
+            taken = self.loops.answer_read(sock.fileno(), self._scratch, *given, reply.place, reply.most_pieces)
+        if taken < 0:
+            raise ConnectionAbortedError("a request that was there could not be taken")
+        return (taken, reply) if taken else None
+
+    def begin_reply(self, sock: socket.socket, target: Vectors) -> int:
+        """Take the head of the reply that `target` was laid out for, and fill as much as has come; the bytes of both.
+
+        0, with nothing taken, where the head is another or not whole, and where there is no loop to look. Raises OSError,
+        BlockingIOError when nothing has come.
+        """
+        if not self._sees_bytes or not isinstance(target, LoopVectors):
+            return 0
+        count = int(target.loops.begin_reply(sock.fileno(), target.place))
+        return count if count >= 0 else _raise(-count)
+
+    @functools.cached_property
+    def _scratch(self) -> ctypes.Array[ctypes.c_char]:
+        """Room for the largest request."""
+        return (ctypes.c_char * (wire.REQUEST_BYTES + wire.MAX_PIECES * wire.PIECE_BYTES))()
 
     def _move(self, which: int, sock: socket.socket, vectors: Vectors) -> int:
+        if isinstance(vectors, LoopVectors):
+            count = int(vectors.loops.move_vectors(sock.fileno(), vectors.place, which == _SENDS))
+            return count if count >= 0 else _raise(-count)
         self._head.pieces, self._head.piece_count = vectors.head()
-        count: int = self._calls[which](sock.fileno(), ctypes.addressof(self._head), _FLAGS)
+        count = int(self._calls[which](sock.fileno(), ctypes.addressof(self._head), _FLAGS))
         if count < 0:
-            code = ctypes.get_errno()
-            if code in (errno.EAGAIN, errno.EINTR):
-                raise BlockingIOError(code, os.strerror(code))
-            raise OSError(code, os.strerror(code))
+            _raise(ctypes.get_errno())
         vectors.advance(count)
         return count
+
+
+def _raise(code: int) -> NoReturn:
+    if code in (errno.EAGAIN, errno.EINTR):
+        raise BlockingIOError(code, os.strerror(code))
+    raise OSError(code, os.strerror(code))
 
 
 class TlsCalls(VectorCalls):
@@ -157,8 +142,10 @@ class TlsCalls(VectorCalls):
     could not send must be offered again with the same bytes: what is gathered depends on the place in `vectors` alone.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    _sees_bytes = False
+
+    def __init__(self, loops: Loops | None = None) -> None:
+        super().__init__(loops)
         self._room = memoryview(bytearray(_ROOM_BYTES))
         self._room_address = ctypes.addressof((ctypes.c_char * _ROOM_BYTES).from_buffer(self._room))
 

@@ -51,9 +51,11 @@ from kvbaton.transport.base import (
 )
 from kvbaton.transport.busy_selector import BusySelector
 from kvbaton.transport.queued import IDLE_S, REVOKED, BatchJob, Ledger, Mover, QueuedTransport, bytes_detail, detail
+from kvbaton.transport.runs import load_loops
 from kvbaton.transport.tcp import wire
 from kvbaton.transport.tcp.server import RegionServer
-from kvbaton.transport.tcp.sockets import LOW_WATER_BYTES, TLS_ROOM_BYTES, TlsCalls, VectorCalls, Vectors, tune, vectors_of
+from kvbaton.transport.tcp.sockets import LOW_WATER_BYTES, TLS_ROOM_BYTES, TlsCalls, VectorCalls, tune
+from kvbaton.transport.tcp.vectors import Vectors, pieces_of, request_vectors, target_vectors, vectors_of
 from kvbaton.wire.tls import ClusterTls, TlsSocket, tls_reason
 
 __all__ = ["TcpLink", "TcpTransport"]
@@ -103,7 +105,7 @@ class _ReadRequest:
 
     @property
     def target(self) -> Vectors:
-        """Where the bytes go: made when the first of them have come, while the peer has the request already."""
+        """Where the bytes go: laid out once the request was sent, while the peer lays out the reply."""
         if self.made_target is None:
             self.made_target = self.make_target()
         return self.made_target
@@ -292,7 +294,7 @@ class TcpLink:
         self._last_id += 1
         head = wire.pack_frame(self._last_id, job.epoch, job.ticket, notice, runs)
         if staging is None:
-            pieces, keep = runs[:, 0:3:2] + np.array([region.address, 0], np.uint64), object()
+            pieces, keep = pieces_of(region, runs[:, 0:3:2]), object()
         else:
             data = np.frombuffer(staging.gather(runs[:, 0:3:2]), np.uint8).copy()
             pieces, keep = np.array([[data.ctypes.data, len(data)]], np.uint64), data
@@ -310,18 +312,23 @@ class TcpLink:
             if frame.unsent in self._outbox:
                 self._outbox.remove(frame.unsent)
 
-    def ask(self, job: BatchJob[TcpPeer], runs: Runs, region: Region, staging: RegionStaging | None) -> None:
-        """Queue one request whose bytes go to the target side of `runs`, by way of `staging` where there is one."""
+    def ask(self, job: BatchJob[TcpPeer], runs: Runs, region: Region, staging: RegionStaging | None) -> int:
+        """Queue one request whose bytes go to the target side of `runs`, by way of `staging` where there is one.
+
+        Returns how many bytes.
+        """
         self._last_id += 1
-        land, payload_bytes = None, int(runs[:, 2].sum())
+        request, payload_bytes = request_vectors(self._last_id, runs, self._calls.loops)
+        land = None
         if staging is None:
-            target = partial(_in_region, runs[:, 1:3], region)
+            target = partial(target_vectors, self._last_id, runs, region, self._calls.loops)
         else:
             received = np.empty(payload_bytes, np.uint8)
             target = partial(_in_buffer, received)
             land = partial(_land, staging, received, runs[:, 1:3].copy())
         self._requests.append(_ReadRequest(self._last_id, payload_bytes, target, job, land))
-        self._outbox.append(vectors_of(wire.pack_request(self._last_id, runs)))
+        self._outbox.append(request)
+        return payload_bytes
 
     def forget(self, job: BatchJob[TcpPeer]) -> None:
         """From now on drop the bytes that still arrive for `job`; its target memory is not touched again."""
@@ -347,6 +354,13 @@ class TcpLink:
             budget -= self._calls.send(self.sock, self._outbox[0])
             if not self._outbox[0].remaining_bytes:
                 self._outbox.popleft()
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Lay out where the bytes of replies go: what was sent keeps the peer busy for longer."""
+        for request in self._requests:
+            if isinstance(request, _ReadRequest) and request.job is not None and request.made_target is None:
+                request.made_target = request.make_target()
 
     def _encrypt(self) -> None:
         """Go on with the handshake of TLS. Raises BlockingIOError while it is not over, SSLError when it fails."""
@@ -387,6 +401,9 @@ class TcpLink:
     def _receive_some(self) -> int:
         """One read from the socket: of a reply's head, its text, its bytes, or bytes of a cancelled job."""
         assert self.sock is not None  # noqa: S101
+        if self._reply is None and (count := self._begin_expected(self.sock)):
+            self.received_bytes += count
+            return count
         if self._reply is None:
             expected = wire.HELLO_BYTES if self.state is LinkState.HELLO else wire.REPLY_BYTES
             data = self.sock.recv(expected - len(self._head))
@@ -400,6 +417,17 @@ class TcpLink:
         if not count:
             raise ConnectionAbortedError("the peer closed the connection")
         self.received_bytes += count
+        return count
+
+    def _begin_expected(self, sock: socket.socket) -> int:
+        """Take the head of the reply that is due, and of its bytes what has come; 0 where it is another, or has not come."""
+        request = self._requests[0] if self._requests and not self._head else None
+        if not isinstance(request, _ReadRequest) or request.job is None:
+            return 0
+        count = self._calls.begin_reply(sock, request.target)
+        if count:
+            self._reply = wire.ReplyHead(wire.Status.OK, request.request_id, request.payload_bytes)
+            self._left_bytes = request.target.remaining_bytes
         return count
 
     def _receive_payload(self, sock: socket.socket, reply: wire.ReplyHead) -> int:
@@ -499,10 +527,6 @@ class TcpLink:
         self.state, self.attempts = LinkState.OPEN, 0
 
 
-def _in_region(pieces: Runs, region: Region) -> Vectors:
-    return Vectors(pieces + np.array([region.address, 0], np.uint64), region)
-
-
 def _in_buffer(received: npt.NDArray[np.uint8]) -> Vectors:
     return Vectors(np.array([[received.ctypes.data, len(received)]], np.uint64), received)
 
@@ -569,7 +593,7 @@ class TcpPeer:
         return job.ticket in self._stream_of
 
     def has_frames_of(self, job: BatchJob[TcpPeer]) -> bool:
-        return any(link.has_frames_of(job) for link in self.links)
+        return job.direction is Direction.WRITE and any(link.has_frames_of(job) for link in self.links)
 
     @property
     def has_frames(self) -> bool:
@@ -675,6 +699,7 @@ class TcpMover(Mover[TcpPeer]):
                 self._attempt(link, self._open_link)
             elif job.direction is Direction.READ:
                 self._ask(link, job)
+                self._attempt(link, TcpLink.send)  # before anything else is looked at: the peer has the longer way to go
             elif link.is_stream:
                 self._write(link, job)
             else:
@@ -705,8 +730,7 @@ class TcpMover(Mover[TcpPeer]):
 
     def _ask(self, link: TcpLink, job: BatchJob[TcpPeer]) -> None:
         runs = job.cursor.peek(self._slice_bytes, wire.MAX_PIECES)
-        link.ask(job, runs, self._region, self._staging)
-        job.cursor.advance(int(runs[:, 2].sum()))
+        job.cursor.advance(link.ask(job, runs, self._region, self._staging))
         if not job.cursor.remaining_bytes:
             self._schedule.discard(job)
 
@@ -908,8 +932,9 @@ class TcpTransport(QueuedTransport[TcpPeer]):
     def __init__(self, region: Region, settings: TransportSettings) -> None:
         if settings.fenced_writes:
             self.late_writes, self.directions = LateWrites.REVOCABLE, frozenset(Direction)
-        self._server = RegionServer(region, settings, self._arrived)
-        self._calls = VectorCalls() if settings.tls is None else TlsCalls()
+        loops = load_loops()
+        self._server = RegionServer(region, settings, loops, self._arrived)
+        self._calls = VectorCalls(loops) if settings.tls is None else TlsCalls(loops)
         ledger: Ledger[TcpPeer] = Ledger(region, settings)
         writer = wire.writer_name(self._server.secret.token)
         super().__init__(region, settings, ledger, TcpMover(ledger, region, settings, writer))

@@ -7,6 +7,8 @@ earlier one. The reply to the handshake carries the owner's digest of the same, 
 taken over the port of one that is gone cannot make it, and the reader takes no byte from it.
 Every request, and the handshake, is answered by one reply in order; a reply with another status than OK carries a text.
 
+Requests to read, and replies that bring bytes, are known to vectors.c too.
+
 Where the owner takes writes there are two more requests. OPEN names the writer, its session and the stream of that session
 which this connection is; the reply has how the latest frames of that stream ended, so that one which broke is resumed. WRITE is
 one frame: the epoch under which it was granted, the batch that it is part of, the pieces of the owner's region that it fills,
