@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import select
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,29 +14,29 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from forked_peers import PeerProcess, start_peer
 from kvbaton.core.card import Endpoint
 from kvbaton.transport.base import Direction, TransportSettings
 from kvbaton.transport.exchange.base import MemoryHandle, TransferRequest
 from kvbaton.transport.shared_memory import SharedMemory
 from kvbaton.transport.table import load, transport_entry
 
-__all__ = ["ExchangePeer", "exchange_peer"]
+__all__ = ["ExchangePeer", "exchange_peer", "main"]
 
 _ANSWER_S = 60.0
+_END_S = 10.0
 
 
 class ExchangePeer:
     """Drives such a process."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, process: PeerProcess) -> None:
         self.process = process
         self.pid = process.pid
         self.endpoint = msgspec.convert(self.ask("endpoint"), Endpoint)
 
     def ask(self, command: str, **arguments: Any) -> Any:
         """One command, and its answer."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.process.stdin.write(json.dumps({"command": command, **arguments}).encode() + b"\n")
         self.process.stdin.flush()
         if not select.select([self.process.stdout], [], [], _ANSWER_S)[0]:
@@ -56,21 +55,17 @@ class ExchangePeer:
 @contextlib.contextmanager
 def exchange_peer(transport: str, port: int = 0, host: str = "127.0.0.1", prefix: Sequence[str] = ()) -> Iterator[ExchangePeer]:
     """Start one, with `prefix` before its command line; it is killed at the end."""
-    command = [*prefix, sys.executable, str(Path(__file__)), transport, str(port), host]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = start_peer(Path(__file__), [transport, str(port), host], prefix=prefix)
     try:
         yield ExchangePeer(process)
     finally:
-        process.kill()
-        process.wait(10)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.close()
-        process.stdout.close()
+        process.close(_END_S)
 
 
-def _main(transport: str, port: int, host: str) -> None:
-    exchange = load(transport_entry(transport).exchange)("peer", TransportSettings(host=host, port=port))
+def main() -> None:
+    """Obey the lines on stdin until it ends."""
+    transport, port, host = sys.argv[1:]
+    exchange = load(transport_entry(transport).exchange)("peer", TransportSettings(host=host, port=int(port)))
     memories: dict[int, Any] = {}
     handles: dict[int, MemoryHandle] = {}
     for line in sys.stdin:
@@ -106,4 +101,4 @@ def _main(transport: str, port: int, host: str) -> None:
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +16,7 @@ import numpy.typing as npt
 from contract_kinds import ContractKind
 from transport_peer import POISON, content
 
+from forked_peers import PeerProcess, start_peer
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.strips import Plan, unroll
 from kvbaton.transport.base import (
@@ -75,15 +74,13 @@ class Source:
     endpoint: Endpoint
     content: npt.NDArray[np.uint8]
     kill: Callable[[], None]
-    process: subprocess.Popen[bytes] | None = None
+    process: PeerProcess | None = None
 
     def withdraw(self) -> None:
         """Close its transport; its process, if it has one, lives on."""
         if self.process is None:
             self.kill()
             return
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.process.stdin.write(b"withdraw\n")
         self.process.stdin.flush()
         assert self.process.stdout.readline() == b"withdrawn\n"
@@ -204,15 +201,12 @@ class Rig:
 
     def _spawn(self, peer: PeerRank, region_bytes: int, seed: int, host: str) -> Source:
         arguments = [self.kind.variant.kind, host, str(region_bytes), str(seed), peer.incarnation]
-        command = [*self.source_prefix, sys.executable, str(PEER_SCRIPT), *arguments]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        process = start_peer(PEER_SCRIPT, arguments, prefix=self.source_prefix)
 
         def kill() -> None:
-            process.kill()
-            process.communicate(timeout=PATIENCE_S)
+            process.close(PATIENCE_S)
 
         self._undo.append(kill)
-        assert process.stdout is not None
         endpoint = msgspec.json.decode(process.stdout.readline(), type=Endpoint)
         return Source(peer, endpoint, content(seed, region_bytes), kill, process)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import select
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +16,7 @@ from contract_kinds import ContractKind
 from transport_peer import POISON, WRITER, content
 from transport_rig import BIG, KIB, PATIENCE_S, PEER_SCRIPT, WHOLE, wait_until
 
+from forked_peers import PeerProcess, start_peer
 from kvbaton.core.handoff import Incarnation
 from kvbaton.core.strips import Plan, unroll
 from kvbaton.transport.base import (
@@ -53,7 +52,7 @@ class Holder:
     withdraw: Callable[[], None]
     connect: Callable[[Endpoint], None]
     """Connect the writer from its side too, as both ends of a hand-off do."""
-    process: subprocess.Popen[bytes] | None = None
+    process: PeerProcess | None = None
     transport: Transport | None = None
     """Where it is in this process."""
 
@@ -180,17 +179,13 @@ class WriteRig:
         memory[:] = POISON
         takes = "writes" if writes else "reads"
         arguments = [self.kind.variant.kind, "127.0.0.1", str(region_bytes), "0", peer.incarnation, str(fd), takes]
-        command = [sys.executable, str(PEER_SCRIPT), *arguments]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(fd,))
+        process = start_peer(PEER_SCRIPT, arguments, (fd,))
         os.close(fd)
 
         def kill() -> None:
-            process.kill()
-            process.communicate(timeout=PATIENCE_S)
+            process.close(PATIENCE_S)
 
         def order(words: bytes, answer: bytes) -> None:
-            assert process.stdin is not None
-            assert process.stdout is not None
             process.stdin.write(words + b"\n")
             process.stdin.flush()
             assert process.stdout.readline() == answer + b"\n"
@@ -202,6 +197,5 @@ class WriteRig:
             order(b"withdraw", b"withdrawn")
 
         self._undo.append(kill)
-        assert process.stdout is not None
         endpoint = msgspec.json.decode(process.stdout.readline(), type=Endpoint)
         return Holder(peer, endpoint, memory, kill, withdraw, connect, process)
