@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from kvbaton.agent.target import TargetSide
 from kvbaton.core.handoff import Incarnation, Integrity, Mode
+from kvbaton.core.lifecycle import Table
+from kvbaton.sim.records import tables_problems
 from kvbaton.sim.run import LIMITS, Run, run_script
 from kvbaton.sim.script import Fault, FaultKind, RequestScript, Script
 from kvbaton.transport.base import LateWrites
@@ -84,3 +87,18 @@ def test_control_a_target_that_goes_on_below_the_refused_numbers_is_found(monkey
     follow = TargetSide._follow_refusal
     monkeypatch.setattr(TargetSide, "_follow_refusal", follow_short)
     assert "as set" in {violation.rule for violation in run_script(LATE_REFUSAL).violations}
+
+
+def _take_all(table: Table[Any, Any, Any], state: object, event: object) -> object:
+    return table.rows.get((state, event))
+
+
+def test_control_a_table_that_takes_what_is_none_of_its_events_is_found_however_often_it_was_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not tables_problems()
+    with monkeypatch.context() as changed:
+        changed.setattr(Table.step, "__code__", _take_all.__code__)
+        assert tables_problems()
+        assert {violation.rule for violation in run_script(LATE_REFUSAL).violations} == {"taken"}
+    assert not tables_problems()

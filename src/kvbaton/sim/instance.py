@@ -49,7 +49,7 @@ from kvbaton.core.checks import ONE_IN, size_worth_summing
 from kvbaton.core.grants import REACH, GrantWindows
 from kvbaton.core.handoff import Executor, HandoffKey, Incarnation, Integrity, Mode, Outcome, TransferId
 from kvbaton.core.layout import Layout
-from kvbaton.core.lifecycle import SOURCE, TARGET, SourceState, TargetState
+from kvbaton.core.lifecycle import SourceState, TargetState
 from kvbaton.core.messages import (
     MAX_NUMBER,
     Announced,
@@ -114,7 +114,7 @@ from kvbaton.sim.records import (
     count_problems,
     sequence_problems,
     stop_problems,
-    table_problems,
+    tables_problems,
 )
 from kvbaton.sim.script import VllmScript
 from kvbaton.sim.source_watch import SourceWatch
@@ -599,7 +599,7 @@ class SimInstance:
             refuse=partial(self._refuse, coordinator.refuse),
             expect_source=partial(self._expect_source, coordinator.expect_source),
         )
-        for problem in (*table_problems(SOURCE), *table_problems(TARGET)):
+        for problem in tables_problems():
             self._find("taken", problem)
         self._engine_watch = EngineWatch(coordinator, self._sent, partial(self._find, "taken"))
         watch_windows(vars(coordinator.source)["_windows"], self._find)

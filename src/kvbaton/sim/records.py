@@ -5,6 +5,7 @@ A count that is off shows in what is decoded only when several things go wrong a
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
@@ -16,7 +17,17 @@ from kvbaton.agent.target import TargetRecord, TargetSide
 from kvbaton.config import Limits
 from kvbaton.core.checks import ONE_IN, span_size
 from kvbaton.core.handoff import Executor, Integrity, Outcome
-from kvbaton.core.lifecycle import EffectT, EventT, SourceEvent, SourceState, StateT, Table, TargetState
+from kvbaton.core.lifecycle import (
+    SOURCE,
+    TARGET,
+    EffectT,
+    EventT,
+    SourceEvent,
+    SourceState,
+    StateT,
+    Table,
+    TargetState,
+)
 from kvbaton.errors import IllegalTransition
 
 __all__ = [
@@ -28,7 +39,7 @@ __all__ = [
     "count_problems",
     "sequence_problems",
     "stop_problems",
-    "table_problems",
+    "tables_problems",
 ]
 
 _CLOSING = frozenset({TargetState.STOPPING, TargetState.REVOKING, TargetState.ISOLATED})
@@ -62,7 +73,7 @@ _TARGET_STAGES = {
 }
 
 
-def table_problems(table: Table[StateT, EventT, EffectT]) -> Iterator[str]:
+def _table_problems(table: Table[StateT, EventT, EffectT]) -> Iterator[str]:
     """Events that a table takes although they are none of its own, or does not although they may come late."""
     states, events = type(table.start), type(next(iter(table.rows))[1])
     for state in states:
@@ -75,6 +86,18 @@ def table_problems(table: Table[StateT, EventT, EffectT]) -> Iterator[str]:
                 is_taken = not may_come
             if not is_taken:
                 yield f"{table.name}: {event} in {state}"
+
+
+def tables_problems() -> tuple[str, ...]:
+    """What is wrong with the tables of both sides; looked at once per process, and again when they or their reader change."""
+    rows = tuple((id(table.rows), table.terminal, table.late) for table in (SOURCE, TARGET))
+    return _found_problems(rows, Table.step.__code__)
+
+
+@functools.lru_cache(maxsize=1)
+def _found_problems(*_: object) -> tuple[str, ...]:
+    # A look at every event in every state, which every instance of every run would repeat.
+    return (*_table_problems(SOURCE), *_table_problems(TARGET))
 
 
 def stop_problems(source: SourceSide, target: TargetSide, stopped: Collection[tuple[int, CopyId]]) -> Iterator[str]:
