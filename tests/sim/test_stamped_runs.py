@@ -135,6 +135,9 @@ def test_control_without_a_mistake_nothing_is() -> None:
     assert not first_broken(_stories("none"))
 
 
+@pytest.mark.sim
+@pytest.mark.sampled(1)
+@pytest.mark.timeout(600)
 @every_read
 @pytest.mark.parametrize("integrity", [Integrity.OFF, Integrity.FULL])
 def test_every_single_fault_while_a_stamp_may_stand(flow: Flow, integrity: Integrity) -> None:

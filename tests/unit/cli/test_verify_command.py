@@ -1,16 +1,20 @@
-"""`kvbaton verify` as users run it, short: real processes, small models, exit code and JSON."""
+"""`kvbaton verify` as users run it, short: real processes, the tiny model, exit code and JSON.
+
+Every mode over every transport, and the real model, are in `tests/e2e/test_verify_in_full.py`.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from typing import Any
 
 import pytest
 
 from kvbaton import __version__
+from kvbaton.cli.main import make_app
 from kvbaton.launch.local import kvbaton_command
+from kvbaton.verify.report import RequestRow, make_report
 
 SHORT = ("--requests", "4", "--longest-prompt", "60", "--max-tokens", "4")
 PROMISED = {"command", "version", "ok", "settings", "requests", "equal", "near_ties", "different", "failed", "handed_off"}
@@ -32,7 +36,7 @@ def _check_all_well(code: int, document: dict[str, Any]) -> None:
     assert document["equal"] + document["near_ties"] == 4
 
 
-@pytest.mark.parametrize(("mode", "transport"), [("push", "local"), ("push", "tcp"), ("pull", "tcp")])
+@pytest.mark.parametrize(("mode", "transport"), [("push", "local"), ("pull", "tcp")])
 def test_every_answer_is_the_same(mode: str, transport: str) -> None:
     code, document = _verify("--model", "tiny", "--mode", mode, "--transport", transport)
     _check_all_well(code, document)
@@ -71,16 +75,12 @@ def test_an_answer_that_was_computed_anew_is_right_and_counted_and_a_failure_of_
     assert "4 answers were recomputed locally" in document["problems"]
 
 
-@pytest.mark.real_model
-def test_every_answer_of_the_real_model_is_the_same() -> None:
-    _check_all_well(*_verify())
-
-
-def test_the_table_for_people_says_the_same() -> None:
-    command = kvbaton_command("verify", *SHORT, "--model", "tiny")
-    wide = {**os.environ, "COLUMNS": "200"}
-    run = subprocess.run(command, capture_output=True, timeout=110, text=True, env=wide)
-    assert run.returncode == 0, run.stderr
-    assert "4 requests: 4 equal" in run.stdout
-    assert "4 handed off, 0 recomputed" in run.stdout
-    assert "every answer is the same" in run.stdout
+def test_the_table_for_people_says_the_same(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    row = RequestRow(0, 10, "equal", "", handed_off=True, bytes_planned=100, bytes_moved=100, handoff_s=0.02, handover_s=0.01)
+    monkeypatch.setattr("kvbaton.verify.run.run_verify", lambda *_: make_report({}, [row] * 4))
+    monkeypatch.setenv("COLUMNS", "200")
+    assert make_app()(["verify", *SHORT, "--model", "tiny"], result_action="return_value") == 0
+    printed = capsys.readouterr().out
+    assert "4 requests: 4 equal" in printed
+    assert "4 handed off, 0 recomputed" in printed
+    assert "every answer is the same" in printed
