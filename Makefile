@@ -22,6 +22,9 @@ E2E_BESIDE = $(addprefix tests/e2e/test_,instances.py verify_in_full.py storm.py
 	tests/unit/bench/test_bench_router.py tests/compat/mori/test_mori_flood.py
 BENCH ?= engine handoff serve
 
+# Tests start thousands of Python processes. Where this is set, each of them compiles every module of the package anew.
+export PYTHONDONTWRITEBYTECODE =
+
 # The files that have tests with a marker: collecting all tests takes 15 seconds, and each suite would pay that again. With ARGS
 # all are collected, because those may name files.
 marked = $(if $(ARGS),,$(sort $(shell grep -rlE 'mark\.($(1))\b' tests --include='test_*.py')))
